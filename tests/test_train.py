@@ -128,6 +128,16 @@ def run(command, monkeypatch, *arguments, devices=2) -> int:
     return end.value.code or 0
 
 
+def killed_after(step: int, run_dir: Path, copy: Path | str) -> Path:
+    """Return a copy of a complete run, as if it had been killed once `step` was saved."""
+    killed = Path(shutil.copytree(run_dir, copy))
+    (killed / "summary.json").unlink()
+    for path in (killed / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    return killed
+
+
 @pytest.fixture(scope="module")
 def untouched(folder):
     """Return the folder of an uninterrupted run."""

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -139,14 +138,6 @@ def test_an_unreachable_store_and_an_evaluation_are_no_hang(monkeypatch, cause):
     if cause == "store":
         assert not watched.barks_after(99)
     assert watched.barks_after(101)
-
-
-def test_an_evaluation_a_save_or_a_restore_has_a_limit_of_its_own(monkeypatch):
-    watched, barked = Watched(monkeypatch, seconds=100, other_seconds=0.01), threading.Event()
-    watched.dog.bark = lambda reason: (watched.barks.append(reason), barked.set())
-    with watched.dog.elsewhere("saving"):
-        assert barked.wait(30)
-    assert watched.barks == ["saving takes longer than 0.01 s (--hang.other_seconds)"]
 
 
 INTERRUPTED_TWICE = """

@@ -1,7 +1,6 @@
 """Test an average of parameters in a run: what evaluates it, what resumes it, and what reads it."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from configs.schema import MeshConfig
 from run.record import read_metrics
 from run.saved_run import load_run
 from tests.run.test_continuing import CONFIG, start
-from tests.test_train import figures, lines_of, run, write_folder
+from tests.test_train import figures, killed_after, lines_of, run, write_folder
 from training.mesh import mesh_of_first
 
 AVERAGE = ("--optimizer.average=0.5", "--checkpoint.every_steps=1", "--checkpoint.keep=9", "--eval.every_steps=2")
@@ -50,20 +49,14 @@ def test_the_average_that_commands_read_is_the_mean_of_the_checkpoints(folder):
 @pytest.mark.parametrize("newest", [2, 5])
 def test_a_run_that_was_killed_ends_with_the_same_average(folder, monkeypatch, newest):
     """Resume before the first step that counts, and between two."""
-    killed = shutil.copytree(folder / "whole", folder / f"killed-{newest}")
-    (killed / "summary.json").unlink()
-    for step in range(newest + 1, 7):
-        shutil.rmtree(killed / "checkpoints" / str(step))
+    killed = killed_after(newest, folder / "whole", folder / f"killed-{newest}")
     assert start(monkeypatch, folder, f"--run_dir={killed}", *AVERAGE) == 0
     assert figures(killed) == figures(folder / "whole") and lines_of(killed) == lines_of(folder / "whole")
 
 
 def test_it_may_be_turned_off_and_on_but_not_once_its_first_steps_are_over(folder, monkeypatch, capsys):
     """Until an average begins, a checkpoint has none."""
-    stopped = shutil.copytree(folder / "whole", folder / "stopped")
-    (stopped / "summary.json").unlink()
-    for step in range(3, 7):
-        shutil.rmtree(stopped / "checkpoints" / str(step))
+    stopped = killed_after(2, folder / "whole", folder / "stopped")
     larger = ("--optimizer.average=0.8", "--accept_changes")
     assert start(monkeypatch, folder, f"--run_dir={stopped}", *AVERAGE, *larger) == 2
     assert "has come to step 2 without an average" in " ".join(capsys.readouterr().err.split())

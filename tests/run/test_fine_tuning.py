@@ -1,13 +1,12 @@
 """Run configs/chat.py on a tiny run and a few conversations: killed, resumed, and resumed on another mesh."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.run.test_continuing import CONFIG
-from tests.test_train import ROOT, assert_as_untouched, run, summary, write_folder
+from tests.test_train import ROOT, assert_as_untouched, killed_after, run, summary, write_folder
 
 BASE = CONFIG.replace("MatricesConfig(0.002)", 'MatricesConfig(0.002, kind="muon")').replace("kv_heads=1", "kv_heads=2")
 CHAT = (f"--config={ROOT}/configs/chat.py", "--init_from=base", "--data.source=chats")
@@ -38,12 +37,7 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 0
     output = capfd.readouterr().out
     assert f"chat is complete: {record['steps']} steps" in output and "goes through chats 1" in output
-    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--init_optimizer=False", devices=1) == 2
-    assert "init_optimizer: True -> False" in capfd.readouterr().err
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--data.max_epochs=1", devices=1) == 0
-    capfd.readouterr()
-    assert run("train", monkeypatch, *CHAT, "--run_dir=half", "--data.max_epochs=0.5", devices=1) == 2
-    assert "--data.max_epochs=0.5, but the run goes through chats 1 times" in capfd.readouterr().err
     assert run("train", monkeypatch, *CHAT, "--run_dir=twice", "--epochs=2", "--data.max_epochs=1", devices=1) == 2
     assert "--data.max_epochs=1, but the run goes through chats 2 times" in capfd.readouterr().err
 
@@ -51,9 +45,7 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
 @pytest.mark.medium
 def test_it_is_resumed_to_the_bit_without_its_base(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    again = Path(shutil.copytree("chat", "without-base"))
-    shutil.rmtree(again / "checkpoints" / str(summary(again)["steps"]))
-    (again / "summary.json").unlink()
+    again = killed_after(summary(Path("chat"))["steps"] - 1, Path("chat"), "without-base")
     Path("base").rename("gone")
     try:
         assert run("train", monkeypatch, *CHAT, *OFTEN, "--run_dir=new", devices=1) == 2
@@ -71,9 +63,7 @@ def test_it_is_resumed_to_the_bit_without_its_base(folder, monkeypatch, capfd):
 @pytest.mark.medium
 def test_it_is_resumed_on_another_mesh_to_rounding(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    again = Path(shutil.copytree("chat", "again"))
-    shutil.rmtree(again / "checkpoints" / str(summary(again)["steps"]))
-    (again / "summary.json").unlink()
+    again = killed_after(summary(Path("chat"))["steps"] - 1, Path("chat"), "again")
     assert run("train", monkeypatch, *CHAT, *OFTEN, f"--run_dir={again}", "--mesh.tensor=2", devices=2) == 0
     assert "continuing after step" in capfd.readouterr().out
     for name in ("loss", "val_loss"):

@@ -1,14 +1,13 @@
 """Test a run with a growing batch: one program per stage, correct tokens, and exact resumes at stage borders."""
 
 import logging
-import shutil
 
 import jax
 import pytest
 
 from run.record import Events, batch_of
 from tests.run.test_continuing import CONFIG
-from tests.test_train import figures, lines_of, run, write_folder
+from tests.test_train import figures, killed_after, lines_of, run, write_folder
 
 RAMP = "0:256,1e3:512,1e6:1024"  # the second stage starts after 4 steps of 256; the third is never reached
 OPTIONS = (
@@ -76,11 +75,7 @@ def test_tokens_are_counted_by_stage(folder):
 @pytest.mark.medium
 @pytest.mark.parametrize("saved", [3, 4])
 def test_a_run_killed_around_a_border_ends_like_an_undisturbed_one(folder, saved):
-    run_dir = folder / f"killed-after-{saved}"
-    shutil.copytree("whole", run_dir)
-    (run_dir / "summary.json").unlink()
-    for step in range(saved + 1, 9):
-        shutil.rmtree(run_dir / "checkpoints" / str(step))
+    run_dir = killed_after(saved, folder / "whole", folder / f"killed-after-{saved}")
     assert trained(run_dir.name) == 0
     assert lines_of(run_dir) == lines_of(folder / "whole")
     assert figures(run_dir) == figures(folder / "whole")

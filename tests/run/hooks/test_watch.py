@@ -33,7 +33,8 @@ def test_the_watchdog_watches_the_next_step(tmp_path, resumed, ramp):
 
 
 def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_limit(tmp_path, monkeypatch):
-    tell, end = Mock(), Mock()
+    ended = threading.Event()
+    tell, end = Mock(), Mock(side_effect=lambda reason: ended.set())
     monkeypatch.setattr("run.hooks.watch.tell", tell)
     monkeypatch.setattr("run.hooks.watch.end_as_hung", end)
     config, times = config_of(tmp_path, hang=HangConfig(other_seconds=0.01)), Times()
@@ -41,8 +42,7 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     watch.begin(run)
     watch.before_step(run)
     with watch.away("saving", "saving"):
-        while not end.called:
-            pass
+        assert ended.wait(30)
     watch.close()
     reason = "saving takes longer than 0.01 s (--hang.other_seconds)"
     tell.assert_called_once_with(config, "failure", f"a hang: {reason}", 21)
