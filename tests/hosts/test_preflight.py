@@ -12,15 +12,7 @@ from etils import epath
 
 from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
-from hosts.preflight import (
-    Host,
-    checked_sum,
-    code_digest,
-    compare,
-    lacks_deterministic_attention,
-    needs,
-    preflight,
-)
+from hosts.preflight import Host, checked_sum, code_digest, compare, lacks_deterministic_attention, needs, preflight
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import folder  # noqa: F401
