@@ -1,6 +1,7 @@
 """Use eight CPU devices in one process, check array types at run time, and keep a compilation cache per session."""
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     cache = os.environ["TOKENSUM_CACHE"] = tempfile.mkdtemp(prefix="tokensum-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ |= {
+        "OMP_NUM_THREADS": "1",  # other implementations' threads wait for each other in loops
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": f"{cache}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -42,9 +44,14 @@ from jaxtyping import install_import_hook
 from configs.messages import LOGGER
 from run.record import place
 from tests.fake_gcs import FakeGCS
+from tests.type_checker import check
 
+# Traced programs are millions of objects without cycles. Searching them took a fifth of most tests' time.
+gc.freeze()
+gc.set_threshold(200_000, 20, 20)
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(["model", "training", "data", "evaluation", "interchange", "tools.programs"], "beartype.beartype")
+CHECKED = ["model", "training", "data", "evaluation", "interchange", "tools.programs"]
+install_import_hook(CHECKED, f"{check.__module__}.{check.__name__}")
 # Compiling and drawing an example is slow on a shared machine.
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
@@ -88,6 +95,7 @@ def forget_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > 15_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
