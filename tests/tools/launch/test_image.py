@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+TINY = "--model.depth=1 --model.width=64 --model.head_dim=16 --model.vocab_size=300 --model.backout=False"
+TINY += " --batch.sequence_length=32 --batch.tokens_per_step=256 --eval.tokens=2000 --eval.every_steps=10"
 DOCKERFILE = (ROOT / "tools" / "launch" / "Dockerfile").read_text()
 
 
@@ -44,6 +46,6 @@ def test_it_installs_from_wheels_without_an_index_and_trains(tmp_path):
     run(*re.findall("pip download .*", make.stdout))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_NO_COMPILE": "1"}
     run(*re.findall("pip install .*", DOCKERFILE), **offline)
-    words = f"--run_dir={tmp_path}/run --data.source={ROOT}/tests --steps=10"
+    words = f"--run_dir={tmp_path}/run --data.source={ROOT}/tests --steps=10 {TINY}"
     run(f"python train.py --config=configs/small.py {words}", ROOT, TOKENSUM_CACHE=str(tmp_path / "cache"))
     assert (tmp_path / "run" / "summary.json").exists()
