@@ -26,7 +26,7 @@ def test_every_split_mesh_and_recomputation_gives_the_same_update():
     """Take two steps. Without the same masks the parameters would differ by percents, as they do with another seed."""
     rows = [random_rows(CONFIG, step) for step in range(2)]
     expected, expected_metrics = run_steps(CONFIG, rows)
-    others = [(8, (1, 1, 1), "none"), (4, (1, 1, 1), "block"), (2, (8, 1, 1), "products"), (1, (2, 2, 2), "none")]
+    others = [(4, (1, 1, 1), "block"), (2, (8, 1, 1), "products"), (1, (2, 2, 2), "none")]
     for rows_per_device, sizes, remat in others:
         batch = replace(CONFIG.batch, rows_per_device=rows_per_device)
         model = replace(CONFIG.model, remat=remat)
@@ -72,6 +72,7 @@ def test_only_outputs_of_attention_and_mlp_are_dropped_by_masks_of_their_own():
     np.testing.assert_allclose(agreement, 0.5 + 0.5 * np.eye(8), atol=0.06)
 
 
+@pytest.mark.medium
 def test_programs_without_dropout_draw_no_number_and_evaluation_never_does():
     """Compare the text of the programs."""
     texts = {}
