@@ -43,6 +43,7 @@ def test_logits_equal_the_reference(options):
     np.testing.assert_allclose(softcap(logits, TINY.softcap), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_the_cache_gives_the_full_pass():
     """Fill it in pieces of several positions and of one."""
     model, _ = build(replace(TINY, **ALL_FEATURES))

@@ -54,6 +54,7 @@ def test_a_run_that_was_killed_ends_with_the_same_average(folder, monkeypatch, n
     assert figures(killed) == figures(folder / "whole") and lines_of(killed) == lines_of(folder / "whole")
 
 
+@pytest.mark.medium
 def test_it_may_be_turned_off_and_on_but_not_once_its_first_steps_are_over(folder, monkeypatch, capsys):
     """Until an average begins, a checkpoint has none."""
     stopped = killed_after(2, folder / "whole", folder / "stopped")

@@ -200,6 +200,7 @@ def test_each_start_records_its_versions_and_the_report_compares_them(folder, mo
     assert sentence.text.startswith("From step 6 on these differ: code ") and "-> feedbeef" in sentence.text
 
 
+@pytest.mark.medium
 def test_a_machine_that_returns_takes_over_the_newer_record_of_another(folder, monkeypatch, capsys):
     shared = ("--checkpoint.folder=shared", "--checkpoint.every_steps=2")
     assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=4", *shared) == 0
