@@ -56,10 +56,10 @@ def of_size(size: int, arrays: list[str]) -> list[str]:
 def test_logits_are_bfloat16_and_passed_over_seven_times_and_in_chunks_never_whole():
     """Logits are written, and read for the sum of exponentials and for the targets' own. Their gradient reads and
     writes them, and two products read it."""
-    writes = [dtype for _, written, _ in passes() for dtype in of_size(TOKENS * VOCAB, written)]
-    reads = [dtype for _, _, read in passes() for dtype in of_size(TOKENS * VOCAB, read)]
+    writes = [dtype for _, written, _ in passes(depth=1) for dtype in of_size(TOKENS * VOCAB, written)]
+    reads = [dtype for _, _, read in passes(depth=1) for dtype in of_size(TOKENS * VOCAB, read)]
     assert writes == 2 * ["bf16"] and reads == 5 * ["bf16"]
-    in_chunks = [array for _, written, _ in passes(loss_chunks=4) for array in written]
+    in_chunks = [array for _, written, _ in passes(depth=1, loss_chunks=4) for array in written]
     assert not of_size(TOKENS * VOCAB, in_chunks) and {*of_size(TOKENS * VOCAB // 4, in_chunks)} == {"bf16"}
 
 
@@ -76,7 +76,7 @@ def test_attention_runs_in_cudnn_without_transposing_heads(model):
 
 
 def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
-    config = replace(small(vocab_size=1024), data=DataConfig(mask_documents=True))
+    config = replace(small(depth=1, vocab_size=1024), data=DataConfig(mask_documents=True))
     arrays = re.findall(r"\w+\[[\d,]*\]", compiled(config).as_text())
     assert not [array for array in arrays if array.endswith(f",{LENGTH},{LENGTH}]")]
 
@@ -163,16 +163,16 @@ def test_recomputed_blocks_keep_no_float32_copies_of_their_parameters(monkeypatc
 
 def test_remat_products_keeps_at_most_three_quarters_of_what_none_keeps():
     """A block keeps 5.8 widths a token instead of 11.1. (XLA for CPUs ignores recomputation.)"""
-    none, products = (temporaries(small(depth=4, vocab_size=1024, remat=remat)) for remat in ("none", "products"))
-    assert none - products >= 0.25 * 11.1 * 4 * TOKENS * WIDTH * 2  # widths, blocks, tokens, channels, bytes
+    none, products = (temporaries(small(vocab_size=1024, remat=remat)) for remat in ("none", "products"))
+    assert none - products >= 0.25 * 11.1 * DEPTH * TOKENS * WIDTH * 2  # widths, blocks, tokens, channels, bytes
 
 
 @pytest.mark.parametrize(("topology", "fsdp", "remat"), [("h200:1", 1, "none"), ("h200:8", 8, "block")])
 def test_backward_attentions_of_a_program_are_unequal(topology, fsdp, remat):
     """With --deterministic, XLA sets cuDNN's deterministic flag for the first of equal calls only, and the program
     fails in its first step. On an H100, every network of two layers or more did (JAX 0.11.2)."""
-    config = replace(small(depth=3, vocab_size=1024, remat=remat), mesh=MeshConfig(fsdp=fsdp))
+    config = replace(small(vocab_size=1024, remat=remat), mesh=MeshConfig(fsdp=fsdp))
     config = replace(config, batch=replace(config.batch, tokens_per_step=2 * TOKENS * fsdp))
     text = compiled(config, topology).as_text()
     calls = [line for line in text.splitlines() if "__cudnn$fmhaSoftmaxBackward" in line]
-    assert len({line.split("backend_config=")[1] for line in calls}) == len(calls) == 3
+    assert len({line.split("backend_config=")[1] for line in calls}) == len(calls) == DEPTH
