@@ -6,7 +6,8 @@ import pytest
 import bench.chaos
 from tests.test_train import CONFIG, ROOT
 
-SHORT = {"steps=120": "steps=100", "Config(every_steps=20": "Config(every_steps=10, keep_every=50"}
+SHORT = {"steps=120": "steps=100", "depth=2": "depth=1"}
+SHORT |= {"Config(every_steps=20": "Config(every_steps=10, keep_every=50"}
 
 
 @pytest.mark.slow
