@@ -24,7 +24,7 @@ def run(monkeypatch, *words) -> int:
 def test_a_line_of_json_and_a_verdict_against_the_reference(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     config = write_folder(tmp_path) / "tiny.py"
-    config.write_text(config.read_text().replace('"text"', f'"{tmp_path}/text"'))
+    config.write_text(config.read_text().replace('"text"', f'"{tmp_path}/text"').replace("depth=2", "depth=1"))
     monkeypatch.setattr(track, "CONFIGS", {"tiny": str(config)})
     monkeypatch.setattr(track, "REFERENCE", tmp_path / "track.jsonl")
     out = f"--out={tmp_path}/runs"
