@@ -30,6 +30,7 @@ OPTIONS = (  # of test_train.py's config: four short steps, with rows that are c
     *("--batch.rows_per_device=auto", "--checkpoint.every_steps=2", "--eval.every_steps=100", "--eval.tokens=500"),
     "--log.every_steps=1",
 )
+LONGER = ("--steps=6", "--model.depth=1")
 LEVELS = [(1, "none", 1), (8, "none", 1), (8, "products", 1), (8, "block", 1), *((8, "block", n) for n in (2, 4, 8))]
 NEEDS = re.compile(
     r"--batch.rows_per_device=(\d+) --model.loss_chunks=(\d+) --model.remat=(\w+) --mesh.fsdp=(\d+): "
@@ -210,7 +211,7 @@ def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_r
 
 @pytest.mark.medium
 def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd):
-    assert train(monkeypatch, capfd, "whole", "--steps=6")[0] == Exit.COMPLETE
+    assert train(monkeypatch, capfd, "whole", *LONGER)[0] == Exit.COMPLETE
     step_after, failing = train_py.step_after, []
 
     def failing_after(programs, step, every):
@@ -228,7 +229,7 @@ def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd
     monkeypatch.setattr(train_py, "step_after", failing_after)
     for left in (True, False):  # whether the failed step left the state
         failing.append(left)
-        code, _, said = train(monkeypatch, capfd, f"halved-{left}", "--steps=6")
+        code, _, said = train(monkeypatch, capfd, f"halved-{left}", *LONGER)
         assert code == Exit.COMPLETE and "out of memory after step 3: --batch.rows_per_device=8 from here on" in said
         assert ("continuing after step 2 of 6" in said) == (not left)
         events = Events(f"halved-{left}").read()
@@ -238,7 +239,7 @@ def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd
         assert figures(folder / f"halved-{left}")["steps"] == 6
     failing += [True, True]
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        train(monkeypatch, capfd, "twice", "--steps=6")
+        train(monkeypatch, capfd, "twice", *LONGER)
     assert not failing
 
 
