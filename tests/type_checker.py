@@ -1,7 +1,7 @@
 """Check types as beartype does, and remember the checks.
 
 The import hook of tests/conftest.py decorates a function inside another function each time the outer one runs. beartype
-writes and compiles a new check each time, which took a fifth of the tests' time.
+writes and compiles a new check each time, which took a tenth of the time of a step's test, and more of a planner's.
 """
 
 from collections.abc import Callable, Hashable
