@@ -21,7 +21,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     cache = os.environ["TOKENSUM_CACHE"] = tempfile.mkdtemp(prefix="tokensum-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ |= {
-        "OMP_NUM_THREADS": "1",  # other implementations' threads wait for each other in loops
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": f"{cache}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -44,14 +43,12 @@ from jaxtyping import install_import_hook
 from configs.messages import LOGGER
 from run.record import place
 from tests.fake_gcs import FakeGCS
-from tests.type_checker import check
 
 # Traced programs are millions of objects without cycles. Searching them took a fifth of most tests' time.
 gc.freeze()
 gc.set_threshold(200_000, 20, 20)
 jax.config.update("jax_num_cpu_devices", 8)
-CHECKED = ["model", "training", "data", "evaluation", "interchange", "tools.programs"]
-install_import_hook(CHECKED, f"{check.__module__}.{check.__name__}")
+install_import_hook(["model", "training", "data", "evaluation", "interchange", "tools.programs"], "beartype.beartype")
 # Compiling and drawing an example is slow on a shared machine.
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
