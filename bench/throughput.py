@@ -18,7 +18,7 @@ import numpy as np
 from configs.command_line import parse
 from configs.schema import Config, Positive, UserError
 from configs.validation import require_steps, validate
-from evaluation.generation import make_generate
+from evaluation.evaluator import make_generate
 from hosts.machines import HEADROOM, device_limit, peak_flops
 from hosts.runtime import run_command
 from model.shapes import flops_per_token, parameter_counts

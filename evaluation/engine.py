@@ -20,8 +20,8 @@ from jaxtyping import Array, Int
 from configs.schema import UserError
 from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
-from evaluation.generation import on_mesh
 from evaluation.network import Network
+from evaluation.scorer import on_mesh
 from model.axes import BATCH_AXES
 from model.cache import LayerCache
 from model.gpt import GPT, KVCache

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive
 from data.tokenizer import TextTokenizer, load_tokenizer
-from evaluation.generation import Generate, make_generate
+from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
 from run.folder import record_of

@@ -8,22 +8,24 @@ to a few sizes, so few programs are compiled. Only scored tokens get logits.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.messages import progress
 from configs.schema import BatchConfig, ModelConfig
-from evaluation.generation import on_mesh
 from model.axes import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
-from training.mesh import batch_devices, xla_options
+from training.mesh import batch_devices, parameter_places, spec_of, xla_options
+from training.shares import all_gather_data, on_each_device
+from training.state import split_model
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
@@ -53,9 +55,6 @@ class Scores(NamedTuple):
     """The smallest lead of a scored token's capped logit over the highest other one."""
 
 
-Score = Callable[..., Scores]
-
-
 def size_up(length: int) -> int:
     """Return the next larger of the sizes 8, 16, ..., 128, 144, 160, ...: at least eight in each octave from 64 on."""
     step = max(8, 1 << max((length - 1).bit_length() - 4, 0))
@@ -73,7 +72,29 @@ def chunk_of(rows: int) -> int:
     return min(256, 16 * rows)
 
 
-def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Score:
+def on_mesh(
+    function: Callable,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Return `function(model, *arrays)`, written for one device, as a function on the mesh. It takes the sharded
+    float32 parameters, and complete arrays or trees of them, which the specs divide over the mesh.
+
+    Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
+    """
+    graphdef, _ = split_model(config, dtype)
+    places = parameter_places(config, mesh)
+
+    def for_one_device(params: dict, *arrays: Any) -> Any:
+        return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)
+
+    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, places), *in_specs), out_specs)
+
+
+def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Callable[..., Scores]:
     """Return `score(params, prefixes [B, P], rows [B, C, T + 1], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`,
     compiled once per shape of the arrays. Every process gives the same arrays and gets all scores.
 

@@ -37,15 +37,15 @@ def network(devices=1, **options) -> Network:
 
 
 @cache
-def expected(sampling, tokens=12):
-    """Return model.sampling's tokens after each of PROMPTS up to the first end."""
-    ours, rows = network(), np.zeros((len(PROMPTS), 163), np.int32)
+def expected(sampling, devices=1):
+    """Return model.sampling's twelve tokens after each of PROMPTS up to the first end."""
+    ours, rows = network(devices), np.zeros((len(PROMPTS), 163), np.int32)
     for row, prompt in zip(rows, PROMPTS):
         row[: len(prompt)] = prompt
     lengths, seeds = np.array([*map(len, PROMPTS)], np.int32), np.full(len(PROMPTS), sampling.seed, np.int32)
     options = {"prefill": 3, "temperature": sampling.temperature, "top_k": sampling.top_k}
     rows = np.asarray(ours.generate()(ours.params, rows, lengths, seeds, **options))
-    new = [row[len(prompt) : len(prompt) + tokens].tolist() for row, prompt in zip(rows, PROMPTS)]
+    new = [row[len(prompt) :][:12].tolist() for row, prompt in zip(rows, PROMPTS)]
     return [next((ids[:i] for i, token in enumerate(ids) if token in ENDS), ids) for ids in new]
 
 
@@ -58,6 +58,11 @@ def finish(engine, *answers):
     while not all(answer.finished for answer in answers):
         engine.step()
     return [answer.tokens for answer in answers]
+
+
+@pytest.mark.medium
+def test_generate_draws_one_device_s_tokens_on_a_mesh_of_all_axes():
+    assert expected(DRAWN, 8) == expected(DRAWN)
 
 
 @pytest.mark.medium

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from evaluation.generation import make_generate
+from evaluation.evaluator import make_generate
 from evaluation.scorer import make_score
 from tests.helpers import tiny_config
 from training.build import build
@@ -31,7 +31,7 @@ def compile_all(config) -> list:
 @pytest.mark.medium
 def test_programs_that_a_run_records_take_the_options(monkeypatch):
     """On an H100, the evaluation of equal runs differed in its last bits without them."""
-    for module in ("training.step", "evaluation.generation", "evaluation.scorer"):
+    for module in ("training.step", "evaluation.evaluator", "evaluation.scorer"):
         monkeypatch.setattr(f"{module}.xla_options", lambda *_: {"xla_no_such_option": True})
     for compile_one in compile_all(tiny_config()):
         with pytest.raises(JaxRuntimeError, match="xla_no_such_option"):

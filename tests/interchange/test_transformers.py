@@ -25,7 +25,7 @@ import export
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from evaluation.generation import make_generate
+from evaluation.evaluator import make_generate
 from export import largest_difference
 from interchange.folders import beyond_hf, hf_name, own_name, turned, write_hf
 from interchange.init_from import require_same_network

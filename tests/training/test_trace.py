@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.schema import BatchConfig, Config, DiagnosticsConfig, MeshConfig, ModelConfig
-from evaluation.generation import make_generate
+from evaluation.evaluator import make_generate
 from tests.helpers import ALL_FEATURES
 from training.build import build
 

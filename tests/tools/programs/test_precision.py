@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from evaluation.generation import make_generate
+from evaluation.evaluator import make_generate
 from tests.helpers import tiny_config
 from training.build import build
 
