@@ -10,38 +10,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from configs.schema import BatchConfig, Config, MeshConfig
+from configs.schema import BatchConfig, MeshConfig
 from configs.validation import resolved
 from data.conversation import PARTS, learned, messages_of, render
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
 from interchange.folders import beyond_hf, write_hf
-from model.gpt import GPT
 from model.sampling import Sampling
-from tests.helpers import TINY, arrays_of, perturbed
+from tests.helpers import arrays_of
+from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
 
 LENGTH = 64
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)
-
-
 GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
 
 
 def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "whole", **features):
     """Write a network. Return its config, its parameters and the folder."""
-    model = replace(TINY, vocab_size=tokenizer.vocab_size, **features)
-    config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=LENGTH)))
+    config, params = network(vocab_size=tokenizer.vocab_size, **features)
+    config = resolved(replace(config, batch=BatchConfig(sequence_length=LENGTH)))
     config = replace(config, data=replace(config.data, packing=packing))
-    params = perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
     head = params["lm_head"]
     head["kernel"] = head["kernel"].at[:, tokenizer.special_tokens["<|assistant_end|>"]].mul(2)  # some answers end
     write_hf(folder, [arrays_of(params)], config, tokenizer)

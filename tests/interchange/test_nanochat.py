@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 NANOCHAT = os.environ.get("NANOCHAT_DIR")
 pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
 
-from configs.schema import MeshConfig, ModelConfig, MuonConfig, ScheduleConfig
+from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
 from interchange.folders import turned
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
-from tests.helpers import perturbed
+from tests.evaluation import core_bundle
+from tests.helpers import arrays_of, perturbed
 from tests.nanochat_checkout import import_nanochat, their_name
 from training.layout import place
 from training.mesh import make_mesh
@@ -26,11 +27,7 @@ from training.muon import muon
 from training.optimizer import path_name
 
 LENGTH = 256  # a quarter of it, rounded up to 128, is a short window
-CONFIG = ModelConfig(
-    **{"depth": 4, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "qk_scale": 1.2},
-    **{"window_pattern": "SSSL", "short_window": 128, "value_embeddings": True, "resid_lambdas": True},
-    **{"x0_lambdas": True, "smear": True, "backout": True},
-)
+CONFIG = replace(core_bundle.CONFIG, depth=4)
 TOKENS = np.random.default_rng(0).integers(0, 320, (2, LENGTH + 1))
 
 
@@ -55,11 +52,10 @@ def test_logits_and_gradients_are_equal(nanochat, without):
     theirs.init_weights()
     by_name = dict(theirs.named_parameters())
     neutral = {"smear_lambda": 0, "backout_lambda": 0, "x0_lambdas": 0, "resid_lambdas": 1}
-    leaves = {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     with torch.no_grad():
         for name, parameter in by_name.items():
             parameter.fill_(neutral.get(name, 0))
-        for name, leaf in leaves.items():
+        for name, leaf in arrays_of(params).items():
             by_name[their_name(name)].copy_(torch.tensor(turned(name, leaf)))
     inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
     ours = softcap(nnx.merge(graphdef, params)(jnp.asarray(inputs))[0], config.softcap)

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import export
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
+from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.evaluator import make_generate
@@ -32,8 +32,8 @@ from interchange.init_from import require_same_network
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.record import read_metrics
-from tests.helpers import TINY, arrays_of, perturbed, together
-from tests.interchange.test_interchange import EXPORTED, require_params
+from tests.helpers import TINY, arrays_of, together
+from tests.interchange.test_interchange import EXPORTED, network, require_params
 from training.mesh import make_mesh
 from training.optimizer import path_name
 
@@ -52,8 +52,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 def written(folder: Path, model: ModelConfig):
     """Write a network in two shards. Return its config, its parameters and the folder."""
-    config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=64)))
-    params = perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
+    config, params = network(model)
+    config = resolved(replace(config, batch=BatchConfig(sequence_length=64)))
     arrays = list(arrays_of(params).items())
     write_hf(folder, [dict(arrays[:3]), dict(arrays[3:])], config, TOKENIZER)
     return config, params, folder
