@@ -105,8 +105,7 @@ def model_card(
     config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool, chat: bool
 ) -> str:
     """Return the model card of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
-    `chat`: it was trained on conversations.
-    `license`: Hugging Face's name; empty: not stated."""
+    `chat`: it was trained on conversations. `license`: Hugging Face's name; empty: not stated."""
     model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
     bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
     trust = ", trust_remote_code=True" if remote else ""

@@ -33,8 +33,6 @@ READS = 10
 """The longest prompt, in training rows: nanochat's network has rotary angles for this many."""
 COUNTS = {"ties": "tie", "cut": "cut", "unscored": "unscored"}
 """The counts over a task's items, and the field of their lines."""
-
-
 KINDS = ("multiple_choice", "schema", "language_modeling")
 
 

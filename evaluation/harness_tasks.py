@@ -70,13 +70,12 @@ def evaluate_tasks(
     items: int | None,
     prompt_tokens: int | None,
     out: Path,
-    asking: Mapping[str, Any] | None = None,
+    asking: Mapping[str, Any],
 ) -> dict[str, dict]:
     """Return the figures of loaded tasks, for one of our networks or a folder of another architecture. Write one line
     per request, one per item, the figures and a picture of them to `out`. Every process must call it. `asking`: options
     of `simple_evaluate` for the form of the items."""
-    asking = asking or {}
-    chat = asking.get("apply_chat_template", False)
+    chat = asking["apply_chat_template"]
     name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "") + "_chat" * chat
     if isinstance(network, Path):
         folder, facts, title = out / "network" / name, {}, f"{network.resolve().name}, network"
@@ -116,7 +115,7 @@ def measure(
     items: int | None,
     tie: float,
     cache: str | None = None,
-    asking: Mapping[str, Any] | None = None,
+    asking: Mapping[str, Any] = {},
 ) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Return each task's figures and standard errors, as the harness computes them, and a line for each of its items.
 
@@ -140,7 +139,7 @@ def measure(
         bootstrap_iters=BOOTSTRAP,
         use_cache=cache,
         task_manager=TaskManager(include_defaults=False),  # otherwise it reads its 14,000 files without need
-        **(asking or {}),
+        **asking,
     )
     answers = getattr(network, "answers", {})
     lines = {name: [line_of(sample, tie, answers) for sample in evaluated["samples"][name]] for name in tasks}

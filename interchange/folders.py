@@ -143,7 +143,7 @@ def own_config(config: Config) -> dict[str, Any]:
 def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[str]:
     """Return the options in use that change the network, and that transformers' class lacks, or that are not
     `known`."""
-    change = {name for name, meanings in roles(ModelConfig).items() if not meanings} - known
+    change = function_options(model).keys() - known
     if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
         change.discard("window_pattern")
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
@@ -165,9 +165,8 @@ def write_hf(
 ) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`; `card` takes whether it does, and whether
-    it was trained on conversations, and returns README.md. UserError if that code
-    lacks an option, too."""
+    and needs `trust_remote_code=True`. `card` takes whether it does, and whether it was trained on conversations, and
+    returns README.md. Raise UserError if that code lacks an option, too."""
     if unknown := beyond_hf(config.model, IN_HF | REMOTE):
         raise UserError(
             f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "

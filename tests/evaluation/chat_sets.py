@@ -1,7 +1,6 @@
 """Make questions in ChatCORE's schemas, and a network that calls the calculator."""
 
 import random
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +12,7 @@ import pyarrow.parquet
 from data.tokenizer import TextTokenizer, train_tokenizer
 from evaluation.network import Network
 from tests.evaluation import core_bundle
-from tests.evaluation.core_bundle import CONFIG, words
-from training.state import abstract_params, stored_as
+from tests.evaluation.core_bundle import CONFIG, LONGEST, network_of, words
 
 FOLDERS = {"ARC-Easy": "arc/ARC-Easy", "ARC-Challenge": "arc/ARC-Challenge", "MMLU": "mmlu/all", "GSM8K": "gsm8k/main"}
 
@@ -71,5 +69,4 @@ def params() -> dict:
 
 
 def network(devices: int = 1) -> Network:
-    like = core_bundle.network(devices)
-    return replace(like, tokenizer=tokenizer(), params=stored_as(params(), abstract_params(CONFIG, like.mesh)))
+    return network_of(CONFIG, params(), tokenizer(), LONGEST, devices)

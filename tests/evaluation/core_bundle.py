@@ -70,11 +70,15 @@ def params() -> dict:
     return params
 
 
-def network(devices: int = 1, length: int = LONGEST, **model) -> Network:
-    """Return the network on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
+def network_of(model: ModelConfig, params: dict, tokenizer: TextTokenizer, length: int, devices: int) -> Network:
+    """Return a network on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
-    config = Config("tiny", model=replace(CONFIG, **model), batch=BatchConfig(length, 4 * length, 4))
-    return Network(config, tokenizer(), stored_as(params(), abstract_params(config.model, mesh)), mesh)
+    config = Config("tiny", model=model, batch=BatchConfig(length, 4 * length, 4))
+    return Network(config, tokenizer, stored_as(params, abstract_params(model, mesh)), mesh)
+
+
+def network(devices: int = 1, length: int = LONGEST, **model) -> Network:
+    return network_of(replace(CONFIG, **model), params(), tokenizer(), length, devices)
 
 
 def make_bundle(folder: Path) -> Path:

@@ -2,13 +2,15 @@
 
 import json
 import random
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from tests.evaluation.core_bundle import short_words, words
 
-MEAN = {"aggregation": "mean", "higher_is_better": True}
+CHOSEN = {"kind": "multiple_choice", "metrics": ["acc", "acc_norm"]}
 
 
 def make_tasks(folder: Path) -> Path:
@@ -24,40 +26,24 @@ def make_tasks(folder: Path) -> Path:
     choices[1]["query"] = some(150, 150)  # longer than the row
     texts = [{"text": some(count, count)} for count in (1, 40, 120)]
     pairs = [{"a": some(2, 6), "b": some(2, 6), "end": some(1, 4), "gold": "ab"[i % 2]} for i in range(6)]
-    kinds = {
-        "tiny_choices": (choices, "multiple_choice", "{{query}}", "gold", {"doc_to_choice": "options"}),
-        "tiny_schema": (
-            pairs,
-            "multiple_choice",
-            "{{['a', 'b'].index(gold)}}",
-            "{{end}}",
-            {"doc_to_choice": "{{[a, b]}}"},
-        ),
-        "tiny_endings": (
-            [{"text": again()} for _ in range(6)],
-            "loglikelihood",
-            "{{text}} ",
-            "{{text.split()[-1]}}",
-            {},
-        ),
-        "tiny_text": (texts, "loglikelihood_rolling", "", "{{text}}", {}),
-        "tiny_writing": ([{"text": again()} for _ in range(5)], "generate_until", "{{text}}", "{{text}}", {}),
-    }
-    metrics = {
-        "multiple_choice": ["acc", "acc_norm"],
-        "loglikelihood": ["acc"],
-        "loglikelihood_rolling": [],
-        "generate_until": ["exact_match"],
-    }
-    for name, (items, kind, text, target, more) in kinds.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-        task = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": kind}
-        task["dataset_kwargs"] = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
-        task |= {"doc_to_text": text, "doc_to_target": target, **more}
-        task["metric_list"] = [{"metric": metric, **MEAN} for metric in metrics[kind]] or [{"metric": "bits_per_byte"}]
-        if name == "tiny_choices":
-            task["num_fewshot"] = 2
-        if kind == "generate_until":
-            task["generation_kwargs"] = {"until": ["\n\n", words()[3]], "max_gen_toks": 12, "do_sample": False}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    endings, beginnings = ([{"text": again()} for _ in range(count)] for count in (6, 5))
+    writing = {"generation_kwargs": {"until": ["\n\n", words()[3]], "max_gen_toks": 12, "do_sample": False}}
+    write = partial(write_task, folder)
+    write("tiny_choices", choices, "{{query}}", "gold", **CHOSEN, doc_to_choice="options", num_fewshot=2)
+    write("tiny_schema", pairs, "{{['a', 'b'].index(gold)}}", "{{end}}", **CHOSEN, doc_to_choice="{{[a, b]}}")
+    write("tiny_endings", endings, "{{text}} ", "{{text.split()[-1]}}", "loglikelihood", ["acc"])
+    write("tiny_text", texts, "", "{{text}}", "loglikelihood_rolling")
+    write("tiny_writing", beginnings, "{{text}}", "{{text}}", "generate_until", ["exact_match"], **writing)
     return folder
+
+
+def write_task(
+    folder: Path, name: str, items: list, text: str, target: str, kind: str, metrics: Sequence[str] = (), **more
+):
+    """Write a task of these items. Its metrics are means; without any, it has bits per byte."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    means = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in metrics]
+    task = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": kind, **more}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
+    task |= {"doc_to_text": text, "doc_to_target": target, "metric_list": means or [{"metric": "bits_per_byte"}]}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))

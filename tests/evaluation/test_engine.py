@@ -8,15 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import BatchConfig, Config, MeshConfig, UserError
+from configs.schema import UserError
 from data.tokenizer import train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
 from model.sampling import Sampling
-from tests.evaluation.core_bundle import off_zero
+from tests.evaluation.core_bundle import network_of, off_zero
 from tests.helpers import ALL_FEATURES, TINY
-from training.mesh import make_mesh
-from training.state import abstract_params, stored_as
 
 LENGTH = 192
 TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
@@ -30,10 +28,8 @@ PROMPTS = [[0, *DRAW.integers(9, 272, size=size).tolist()] for size in (2, 31, 3
 @cache
 def network(devices=1, **options) -> Network:
     """Return a network with all of nanochat's features, unless `options` change them."""
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
     model = replace(TINY, **(options or ALL_FEATURES | {"depth": 2}))
-    config = Config("tiny", model=model, batch=BatchConfig(LENGTH, 4 * LENGTH, 4))
-    return Network(config, TOKENIZER, stored_as(off_zero(model), abstract_params(model, mesh)), mesh)
+    return network_of(model, off_zero(model), TOKENIZER, LENGTH, devices)
 
 
 @cache
