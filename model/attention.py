@@ -7,12 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.cache import LayerCache, attend_to_cache, write
-from model.kernels import attention_kernel, query_spans, window_of
+from model.kernels import attention_kernel, cudnn_attention, query_spans, splash_attention, window_of
 from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
 from model.parallel import (
     all_gather_shared_head,
@@ -24,7 +23,6 @@ from model.parallel import (
     varying_as,
 )
 from model.rotary import Angles, rotate_and_norm
-from model.splash import splash_attention
 
 # The most scores in memory at a time, if the backward pass recomputes them: of this many rows and queries.
 ROWS = 2
@@ -97,26 +95,6 @@ def attend(
             for rows, keys in query_spans(length, window)
         ],
         axis=1,
-    )
-
-
-def cudnn_attention(
-    q: Float[Array, "batch length heads head_dim"],
-    k: Float[Array, "batch length kv_heads head_dim"],
-    v: Float[Array, "batch length kv_heads head_dim"],
-    window: int | None,
-    layer: int,
-) -> Float[Array, "batch length heads head_dim"]:
-    """Return causal attention by cuDNN.
-
-    `jax.nn.dot_product_attention` would make the same call in every layer. With `--deterministic`, XLA sets
-    cuDNN's deterministic flag for the first of equal backward calls only, and the program then fails in its first step:
-    `IndexError: raw_hash_map<>::at` (openxla/xla, pull request 46500). The number of the layer makes the calls unequal,
-    as the seed of a dropout of zero.
-    """
-    back = None if window is None else window + 1  # with the query's own position
-    return cudnn.dot_product_attention(  # pyright: ignore[reportReturnType]
-        q, k, v, scale=1.0, mask_type=cudnn.MaskType.CAUSAL, seed=layer, sliding_window_length=back
     )
 
 

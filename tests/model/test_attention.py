@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.attention import Places, attend, attention_in_blocks
-from model.kernels import attention_kernel, query_spans
+from model.kernels import query_spans
 
 QUERIES = 32  # instead of 256: short rows have many blocks
 
@@ -92,28 +92,6 @@ def test_its_gradients_are_those_of_float64_in_bfloat16_too(monkeypatch):
     assert jnp.linalg.norm(ours - exact) < 0.006 * jnp.linalg.norm(exact)
 
 
-@pytest.mark.parametrize(
-    ("expected", "platform", "capability", "dtype", "length", "head_dim", "documents"),
-    [
-        ("splash", "tpu", 0.0, "bfloat16", 2048, 128, True),
-        ("splash", "tpu", 0.0, "bfloat16", 1280, 64, True),
-        ("blocks", "tpu", 0.0, "bfloat16", 1000, 128, False),
-        ("blocks", "tpu", 0.0, "bfloat16", 2048, 72, False),
-        ("cudnn", "gpu", 8.0, "bfloat16", 2047, 128, False),
-        ("cudnn", "cuda", 9.0, "bfloat16", 2048, 256, False),
-        ("blocks", "gpu", 8.9, "bfloat16", 2048, 256, False),
-        ("blocks", "gpu", 9.0, "bfloat16", 2048, 100, False),
-        ("blocks", "gpu", 9.0, "bfloat16", 2047, 128, True),
-        ("blocks", "gpu", 9.0, "float32", 2048, 128, False),
-        ("blocks", "gpu", 7.5, "float32", 2048, 128, False),
-        ("plain", "cpu", 0.0, "float32", 2048, 64, True),
-        ("blocks", "cpu", 0.0, "float32", 2049, 64, False),
-    ],
-)
-def test_which_kernel(expected, platform, capability, dtype, length, head_dim, documents):
-    assert attention_kernel(platform, capability, dtype, length, head_dim, documents) == expected
-
-
 @pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])
 def test_masked_scores_are_not_computed(window, share):
     length, heads, head_dim = 2048, 2, 64
@@ -122,20 +100,3 @@ def test_masked_scores_are_not_computed(window, share):
     q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
     cost = jax.jit(lambda q: attend(q, q, q, window=window)).lower(q).cost_analysis()
     assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work per score
-
-
-def test_on_a_gpu_cudnn_reads_and_writes_heads_in_place(monkeypatch):
-    """Lower for CUDA without a GPU. Keys are not repeated, and arrays are transposed only in name: cuDNN writes its
-    results in the memory order of their transposition."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)
-    monkeypatch.setattr("model.attention.platform", lambda: "cuda")
-    q, kv = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (6, 2))
-    loss = lambda q, k, v: jnp.sum(attend(q, k, v, window=64).astype(jnp.float32))
-    program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
-    calls = re.findall(r"%(\d+):\d+ = stablehlo.custom_call @__cudnn\$fmha\w+\((.*?)\).*", program)
-    assert len(calls) == 2
-    for result, operand in re.findall(r"%(\d+) = stablehlo.transpose %(\w+)", program):
-        assert operand in {call for call, _ in calls}, f"%{result} is a transposition of %{operand}"
-    assert program.count("result_layouts = [dense<[3, 1, 2, 0]>") == 2
-    for _, operands in calls:
-        assert operands.startswith("%arg0, %arg1, %arg2")

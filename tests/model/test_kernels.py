@@ -1,5 +1,7 @@
-"""Compare the TPU's kernel, interpreted, with XLA's attention: values and gradients.
+"""Test which kernel attention takes, and compare the TPU's, interpreted, with XLA's attention: values and gradients.
 (tests/tools/programs/test_hlo_collectives.py compiles it for TPUs.)"""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,36 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from model.attention import attend
-from model.kernels import products, splash_block, visible_blocks
-from model.splash import of_one_key_head, splash_attention
+from model.kernels import (
+    attention_kernel,
+    of_one_key_head,
+    products,
+    splash_attention,
+    splash_block,
+    visible_blocks,
+)
+
+
+@pytest.mark.parametrize(
+    ("expected", "platform", "capability", "dtype", "length", "head_dim", "documents"),
+    [
+        ("splash", "tpu", 0.0, "bfloat16", 2048, 128, True),
+        ("splash", "tpu", 0.0, "bfloat16", 1280, 64, True),
+        ("blocks", "tpu", 0.0, "bfloat16", 1000, 128, False),
+        ("blocks", "tpu", 0.0, "bfloat16", 2048, 72, False),
+        ("cudnn", "gpu", 8.0, "bfloat16", 2047, 128, False),
+        ("cudnn", "cuda", 9.0, "bfloat16", 2048, 256, False),
+        ("blocks", "gpu", 8.9, "bfloat16", 2048, 256, False),
+        ("blocks", "gpu", 9.0, "bfloat16", 2048, 100, False),
+        ("blocks", "gpu", 9.0, "bfloat16", 2047, 128, True),
+        ("blocks", "gpu", 9.0, "float32", 2048, 128, False),
+        ("blocks", "gpu", 7.5, "float32", 2048, 128, False),
+        ("plain", "cpu", 0.0, "float32", 2048, 64, True),
+        ("blocks", "cpu", 0.0, "float32", 2049, 64, False),
+    ],
+)
+def test_which_kernel(expected, platform, capability, dtype, length, head_dim, documents):
+    assert attention_kernel(platform, capability, dtype, length, head_dim, documents) == expected
 
 
 @pytest.mark.medium
@@ -97,3 +127,20 @@ def test_each_kernel_visits_the_blocks_that_the_mask_needs_and_the_plan_counts_t
     assert [int(np.count_nonzero(info.block_mask)) for info in infos] == 3 * [blocks]
     scores = blocks * splash_block(length) ** 2
     assert products("splash", length, window) == (2 * scores, 7 * scores)
+
+
+def test_on_a_gpu_cudnn_reads_and_writes_heads_in_place(monkeypatch):
+    """Lower for CUDA without a GPU. Keys are not repeated, and arrays are transposed only in name: cuDNN writes its
+    results in the memory order of their transposition."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr("model.attention.platform", lambda: "cuda")
+    q, kv = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (6, 2))
+    loss = lambda q, k, v: jnp.sum(attend(q, k, v, window=64).astype(jnp.float32))
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"%(\d+):\d+ = stablehlo.custom_call @__cudnn\$fmha\w+\((.*?)\).*", program)
+    assert len(calls) == 2
+    for result, operand in re.findall(r"%(\d+) = stablehlo.transpose %(\w+)", program):
+        assert operand in {call for call, _ in calls}, f"%{result} is a transposition of %{operand}"
+    assert program.count("result_layouts = [dense<[3, 1, 2, 0]>") == 2
+    for _, operands in calls:
+        assert operands.startswith("%arg0, %arg1, %arg2")
