@@ -289,6 +289,12 @@ class MeshConfig:
     """Devices that share heads, MLP width and vocabulary (arXiv:1909.08053). Must divide each of them."""
 
 
+DATA_AXES = ("data_across", "data_major", "data_minor")
+"""The axes of JAX's mesh that make up `data`: between slices or nodes, and two inside one (training/layout.py)."""
+BATCH_AXES = (*DATA_AXES, "fsdp")
+"""The axes of JAX's mesh that the rows of a batch are divided over."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints. One is always saved at the end, on Ctrl-C, and on SIGTERM."""

@@ -17,12 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from configs.schema import UserError
+from configs.schema import BATCH_AXES, UserError
 from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
 from evaluation.network import Network
 from evaluation.scorer import on_mesh
-from model.axes import BATCH_AXES
 from model.cache import LayerCache
 from model.gpt import GPT, KVCache
 from model.loss import softcap

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.messages import progress
-from configs.schema import BatchConfig, ModelConfig
-from model.axes import BATCH_AXES
+from configs.schema import BATCH_AXES, BatchConfig, ModelConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index

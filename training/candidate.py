@@ -7,9 +7,8 @@ from math import prod
 from typing import Any
 
 from configs.ramp import Ramp
-from configs.schema import Config, with_options
+from configs.schema import DATA_AXES, Config, with_options
 from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
-from model.axes import DATA
 from model.kernels import has_bfloat16
 from model.shapes import Parameter, kinds
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
@@ -49,7 +48,7 @@ class Candidate:
 
     def share(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> int:
         """Return how many numbers of a parameter or moment a device has between steps, padding included."""
-        parts = zip(DATA, data_parts(self.sizes["data"], self.across["data"]))
+        parts = zip(DATA_AXES, data_parts(self.sizes["data"], self.across["data"]))
         return share_of(shape, axes, tuple({**self.sizes, **dict(parts)}.items()))
 
     @property

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd, isqrt, prod
 
-from configs.schema import BatchConfig, MeshConfig, UserError
-from model.axes import DATA
+from configs.schema import DATA_AXES, BatchConfig, MeshConfig, UserError
 
 AXES = ("data", "fsdp", "tensor")
 """The axes that a user names."""
@@ -59,7 +58,7 @@ def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int,
 
 
 def data_parts(data: int, across: int) -> tuple[int, int, int]:
-    """Return the sizes of the axes `DATA`, whose product is `data`: `across` slices or nodes, and the rest as two
+    """Return the sizes of the axes `DATA_AXES`, whose product is `data`: `across` slices or nodes, and the rest as two
     factors as equal as possible, which two dimensions of a matrix can share."""
     within = data // across
     minor = max(size for size in range(1, isqrt(within) + 1) if within % size == 0)
@@ -88,16 +87,17 @@ class Place:
 def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> Place:
     """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
 
-    Every axis of `DATA` divides one dimension. The least padded way is taken; padding below 1% counts as none. Ties
-    prefer no padding in dimensions that `axes` divides, then the fewest divided dimensions, then the longest dimension.
-    Single numbers are replicated.
+    Every axis of `DATA_AXES` divides one dimension. The least padded way is taken; padding below 1% counts as none.
+    Ties prefer no padding in dimensions that `axes` divides, then the fewest divided dimensions, then the longest
+    dimension. Single numbers are replicated.
     """
     if not shape:
         return Place((), (), (), ())
 
     def way(dimensions: tuple[int, ...]) -> Place:
         names = [
-            ((axis,) if axis else ()) + tuple(name for name, at in zip((*DATA[1:], DATA[0]), dimensions) if at == i)
+            ((axis,) if axis else ())
+            + tuple(name for name, at in zip((*DATA_AXES[1:], DATA_AXES[0]), dimensions) if at == i)
             for i, axis in enumerate(axes)
         ]
         stored = tuple(padded(size, prod(sizes[name] for name in divided)) for size, divided in zip(shape, names))
@@ -105,7 +105,7 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
 
     def cost(candidate: Place) -> tuple[float, int, int, int, int]:
         shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
-        along = [candidate.dimension(axis) for axis in DATA if sizes[axis] > 1]
+        along = [candidate.dimension(axis) for axis in DATA_AXES if sizes[axis] > 1]
         # Padding moves the borders between devices along an axis that divides the dimension, too.
         moved = sum(
             stored > size and axis is not None and sizes[axis] > 1
@@ -114,7 +114,7 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
         size = prod(candidate.stored)
         return max(1.0 * size, 1.01 * prod(shape)), moved, len(set(along)), size, -sum(shares[i] for i in along)
 
-    return min(map(way, product(range(len(shape)), repeat=len(DATA))), key=cost)
+    return min(map(way, product(range(len(shape)), repeat=len(DATA_AXES))), key=cost)
 
 
 def padded(size: int, divisor: int) -> int:

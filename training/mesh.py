@@ -1,7 +1,7 @@
 """The mesh of devices, and how it divides arrays.
 
     data     replicas: rows are divided over them, and once a step gradients are summed over them
-             (three axes of the mesh, `model.axes.DATA`: between slices or nodes, and two inside one)
+             (three axes of the mesh, `configs.schema.DATA_AXES`: between slices or nodes, and two inside one)
     fsdp     rows are divided over it too, and the parameters' width
     tensor   heads, MLP width and vocabulary are divided over it
 
@@ -23,8 +23,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
-from model.axes import BATCH_AXES, DATA
+from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, ModelConfig, UserError
 from model.gpt import map_parameters
 from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
 
@@ -43,7 +42,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     else:
         across, ordered = shape[0] // inside(shape, len(groups[0]))[0], arrange(shape, groups)
     parts = data_parts(shape[0], across)
-    return Mesh(ordered.reshape(*parts, *shape[1:]), (*DATA, *AXES[1:]), axis_types=(AxisType.Auto,) * 5)
+    return Mesh(ordered.reshape(*parts, *shape[1:]), (*DATA_AXES, *AXES[1:]), axis_types=(AxisType.Auto,) * 5)
 
 
 def mesh_of_first(config: MeshConfig) -> Mesh:
@@ -54,7 +53,7 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
     """Return the sizes of `data`, `fsdp` and `tensor`, as a user names them."""
-    return {"data": prod(mesh.shape[axis] for axis in DATA), "fsdp": mesh.shape["fsdp"], "tensor": mesh.shape["tensor"]}
+    return {"data": prod(mesh.shape[axis] for axis in DATA_AXES)} | {axis: mesh.shape[axis] for axis in AXES[1:]}
 
 
 def islands(devices: Sequence[Any]) -> list[list[Any]]:

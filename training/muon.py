@@ -23,8 +23,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import MuonConfig, ScheduleConfig
-from model.axes import DATA
+from configs.schema import DATA_AXES, MuonConfig, ScheduleConfig
 from training.layout import Place
 from training.mesh import resized, spec_of
 from training.schedule import Schedule
@@ -137,7 +136,7 @@ def orthogonalise_dealt(
     One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
     it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
     """
-    order = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as in `training.layout.place`
+    order = ("fsdp", "tensor", *DATA_AXES[1:], DATA_AXES[0])  # as in `training.layout.place`
     named = {axis for names in place.spec for axis in names}
     divided = tuple(axis for axis in order if axis in named)
     undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]

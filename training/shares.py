@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from model.axes import DATA
+from configs.schema import DATA_AXES
 from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
 from training.layout import Place
 
-ACROSS, WITHIN = DATA[0], DATA[1:]
+ACROSS, WITHIN = DATA_AXES[0], DATA_AXES[1:]
 
 
 def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:

@@ -22,8 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from configs.schema import ModelConfig
-from model.axes import BATCH_AXES, DATA
+from configs.schema import BATCH_AXES, DATA_AXES, ModelConfig
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
 from training.mesh import ROWS, parameter_places, spec_of, xla_options
@@ -193,7 +192,8 @@ def make_train_step(
     """
     graphdef, _ = split_model(config, dtype)
     places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
-    specs, replicated, stacked = jax.tree.map(spec_of, places), PartitionSpec(), PartitionSpec(DATA, "fsdp", "tensor")
+    specs, replicated = jax.tree.map(spec_of, places), PartitionSpec()
+    stacked = PartitionSpec(DATA_AXES, "fsdp", "tensor")
     on_device = partial(gradient_sums, graphdef=graphdef, places=places, dtype=dtype, measured=measure is not None)
     out_specs = StepSums(replicated, replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
     sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import model.layers
-from configs.schema import MeshConfig
-from model.axes import BATCH_AXES, DATA
+from configs.schema import BATCH_AXES, DATA_AXES, MeshConfig
 from model.layers import SEGMENT_BLOCK, embed, matmul, rms_norm, segment_sum
 from model.parallel import mark_varying, psum, psum_over_tensor
 from training.mesh import make_mesh
@@ -88,8 +87,8 @@ def test_on_a_mesh_the_gradient_of_a_table_equals_a_scatter_s(monkeypatch, fsdp)
         def for_one_device(share, tokens, dy):
             look_up = partial(embed, axes=("tensor", "fsdp"), dtype=jnp.dtype("float32"))
             looked_up = lambda share: psum_over_tensor(look_up(tokens, share))
-            _, backward = jax.vjp(looked_up, mark_varying(share, DATA))
-            return psum(backward(dy)[0], DATA)
+            _, backward = jax.vjp(looked_up, mark_varying(share, DATA_AXES))
+            return psum(backward(dy)[0], DATA_AXES)
 
         rows = PartitionSpec(BATCH_AXES)
         whole = on_each_device(for_one_device, mesh, jnp.dtype("float32"), (table, rows, rows), table)

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 
 from configs import d12, nanochat
 from configs.nanochat import network_of_depth
-from configs.schema import Config, MeshConfig
+from configs.schema import BATCH_AXES, DATA_AXES, Config, MeshConfig
 from configs.validation import resolved
-from model.axes import BATCH_AXES, DATA
 from tools.programs.topologies import Topology
 from training.candidate import Candidate
 from training.layout import data_parts, padded, place
@@ -56,10 +55,10 @@ def test_state_takes_at_most_5_percent_more_than_its_share(config):
 )
 def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
     across = 2 if data % 2 == 0 else 1
-    sizes = {**dict(zip(DATA, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
-    assert prod(sizes[axis] for axis in DATA) == data and sizes["data_across"] == across
+    sizes = {**dict(zip(DATA_AXES, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
+    assert prod(sizes[axis] for axis in DATA_AXES) == data and sizes["data_across"] == across
     placed = place(shape, axes, sizes)
-    assert sorted(name for names in placed.spec for name in names) == sorted([*DATA, *filter(None, axes)])
+    assert sorted(name for names in placed.spec for name in names) == sorted([*DATA_AXES, *filter(None, axes)])
     for size, stored, axis, names in zip(shape, placed.stored, axes, placed.spec):
         assert names[:1] == ((axis,) if axis else names[:1])
         assert stored == padded(size, prod(sizes[name] for name in names))

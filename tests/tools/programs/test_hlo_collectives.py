@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import collectives as command
-from configs.schema import MeshConfig
-from model.axes import DATA
+from configs.schema import DATA_AXES, MeshConfig
 from model.shapes import parameter_counts
 from tests.helpers import step_of, tiny_config
 from tools.programs.compiled import (
@@ -205,7 +204,7 @@ def test_the_program_passes_the_step_and_fails_one_that_reduces_every_micro_batc
     def reduced_each_time(function, **options):
         def graded(params):
             value, gradients = value_and_grad(function, **options)(params)
-            return value, jax.lax.pcast(jax.lax.pmean(gradients, DATA), DATA, to="varying")
+            return value, jax.lax.pcast(jax.lax.pmean(gradients, DATA_AXES), DATA_AXES, to="varying")
 
         return graded
 

@@ -6,9 +6,8 @@ import pytest
 
 from bench.throughput import Sizes, sized
 from configs import d12
-from configs.schema import MeshConfig, UserError, with_options
+from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
 from hosts.machines import name_of
-from model.axes import DATA
 from model.shapes import parameter_counts
 from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import Topology, devices_of, parse_topology
@@ -62,13 +61,13 @@ def test_only_data_crosses_slices_and_nodes_once_a_step(topology, fsdp):
     assert axes_between(built.mesh) == ["data"]
     # The devices of an fsdp x tensor block share a replica. They must be in one slice or node.
     island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
-    replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA) :])
+    replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA_AXES) :])
     assert all(len({island(device) for device in replica.flat}) == 1 for replica in replicas)
-    over_data = [c for c in traffic if set(c.axes) & set(DATA)]
+    over_data = [c for c in traffic if set(c.axes) & set(DATA_AXES)]
     assert over_data and not [c for c in over_data if c.in_loop]
     payload, across = Counter(), Counter()
     for c in over_data:
-        (across if c.axes == DATA[:1] else payload)[c.kind, c.dtype] += c.times * c.bytes_each
+        (across if c.axes == DATA_AXES[:1] else payload)[c.kind, c.dtype] += c.times * c.bytes_each
     parameters = sum(parameter_counts(built.config.model).values()) // fsdp
     summed = payload["reduce-scatter", "f32"] + payload["all-reduce", "f32"]
     assert 4 * parameters <= summed < 4 * parameters + 4096
