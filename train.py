@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from configs.command_line import parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse
 from configs.messages import LOGGER, outlive_the_log
 from configs.schema import Config, NotNegative
 from data.loader import train_batches

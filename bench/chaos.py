@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.command_line import parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse_arguments
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from hosts.runtime import run_command
 from run.record import read_metrics

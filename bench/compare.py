@@ -29,8 +29,7 @@ from bench.recipes import (
     why_seconds_differ,
 )
 from bench.verdicts import AXES, FIRST_ROWS, HELD_OUT_ROWS, as_table, draw, in_words, verdict
-from configs.command_line import exit_code_of, parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse_arguments
 from configs.files import write_whole
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from evaluation.evaluator import ratio

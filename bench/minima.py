@@ -15,7 +15,7 @@ from scipy.stats import linregress
 
 from bench.paired import LEVEL
 from bench.recipes import Recipe, make_writable, read_recipe, require_rows, train_all
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import write_whole
 from run.record import Events, read_metrics, scores
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TextIO
 
-from configs.command_line import parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse
 from configs.files import cache_dir
 from configs.ramp import Ramp
 from configs.schema import MEASURED, Config, DataConfig, UserError, free_to_change, options

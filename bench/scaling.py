@@ -20,8 +20,7 @@ from scipy.optimize import least_squares  # JAX depends on SciPy
 
 from bench.minima import bits_of, minimum, recipe_of, shown, slope, write_results
 from bench.recipes import Recipe
-from configs.command_line import exit_code_of, parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse_arguments
 from configs.nanochat import (
     BATCH_EXPONENT,
     REFERENCE_BATCH,

@@ -17,8 +17,7 @@ from jaxtyping import Float
 from msgspec import Meta
 
 from bench.minima import bits_of, minimum, recipe_of, shown, slope, write_results
-from configs.command_line import exit_code_of, parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse_arguments
 from configs.schema import Config, FilePath, Positive, UserError, options
 
 Size = tuple[int, int]

@@ -1,4 +1,4 @@
-"""The command line, parsed to a validated Config."""
+"""The command line, parsed to a validated Config, and the codes with which commands exit."""
 
 import argparse
 import importlib.util
@@ -7,19 +7,43 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 import tyro
 
-from configs.exit_codes import Exit
 from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, hints, options
 from configs.validation import check_types, resolved, validate, with_homes
 
 T = TypeVar("T")
 Derive = Callable[[Config, set[str]], Config]
+
+
+class Exit(IntEnum):
+    """Exit codes: the one table that everything reads (docs/checkpoints.md). All processes of a run end with one code.
+    Other codes come from the system (134, 137, 139: signals); a few restarts may help."""
+
+    COMPLETE = 0
+    FAILED = 1
+    """Do not repeat it: it would fail again."""
+    MISTAKE = 2
+    """A user's mistake; nothing was changed."""
+    UNREADABLE = 3
+    """No checkpoint can be read, or the one asked for is damaged."""
+    PEER_LOST = 42
+    """Another process has stopped or cannot be reached, or a step hangs: start all of them again."""
+    INTERRUPTED = 130
+    """Stopped by Ctrl-C; saved."""
+    PREEMPTED = 143
+    """Stopped by SIGTERM; saved: start again."""
+
+    @property
+    def start_again(self) -> bool:
+        """Return whether a launcher should restart all processes of the command, however often."""
+        return self in (Exit.PEER_LOST, Exit.PREEMPTED)
 
 
 @dataclass(frozen=True)

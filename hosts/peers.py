@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # as Orbax does: the service's store has no public API
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from hosts.cluster import START_TIMEOUT, TELL_EVERY, Cluster, PeerLost, named, roll_call
 
 TELL_FIRST = 10  # seconds until a line names a joined process that does not answer

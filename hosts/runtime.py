@@ -23,7 +23,7 @@ from urllib.error import HTTPError
 import jax
 from jax.sharding import Mesh
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import cache_dir
 from configs.messages import outlive_the_log, show_messages
 from configs.retry import StorageLost, first_line, passes

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.schema import HangConfig
 from data.store import OUTAGE
 from hosts import peers

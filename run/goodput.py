@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 
 OF_A_PROCESS: tuple[str, ...] = ("start", "compilation", "restore", "steps", "data", "evaluation", "saving")
 PARTS: tuple[str, ...] = (*OF_A_PROCESS, "lost", "down")

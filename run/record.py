@@ -28,7 +28,7 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import append_whole
 from configs.ramp import Ramp
 from configs.retry import StorageLost, first_line, passes, patiently, role

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import cache_dir, write_picture, write_whole
 from configs.messages import LOGGER
 from configs.ramp import Ramp

@@ -33,7 +33,7 @@ import tools.dataset.__main__
 import tools.inspect as inspect_run
 import tools.report.__main__ as report
 import train
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.ramp import Ramp
 from configs.schema import UserError
 from hosts.machines import machines

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from configs.command_line import parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse_arguments
 from configs.schema import AnyPath, UserError
 from run.goodput import goodput
 from run.record import Events, at_hand

@@ -9,8 +9,7 @@ from typing import Annotated
 import tyro
 from etils import epath
 
-from configs.command_line import parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse_arguments
 from configs.retry import first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax

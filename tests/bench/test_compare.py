@@ -17,8 +17,7 @@ from bench import compare, recipes
 from bench.compare import Arguments, Pair, outcome, results
 from bench.recipes import Recipe, read_recipes, run_programs
 from bench.verdicts import as_table, draw, in_words
-from configs.command_line import config_from_json
-from configs.exit_codes import Exit
+from configs.command_line import Exit, config_from_json
 from configs.schema import DataConfig, ModelConfig, UserError
 from run.record import Events, read_metrics
 from tests.hosts.processes import environment_of

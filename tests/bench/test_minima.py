@@ -12,7 +12,7 @@ import pytest
 from bench import minima, scaling, transfer
 from bench.minima import minimum, slope
 from bench.scaling import Law, fitted
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.nanochat import scaling_parameters
 from configs.schema import UserError
 from run.record import Events

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import append_whole, write_whole
 from configs.retry import StorageLost
 from configs.schema import UserError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import train as train_py
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
 from hosts.machines import GIB
 from run import fitting as module

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
 from hosts.stop import Stop
 from run.goodput import Times

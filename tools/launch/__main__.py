@@ -5,8 +5,7 @@
 
 import sys
 
-from configs.command_line import exit_code_of, parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse_arguments
 from configs.schema import UserError
 from tools.launch import k8s, sbatch, sky, tpu
 from tools.launch.shell import Trouble, warn

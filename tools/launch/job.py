@@ -13,8 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from configs.command_line import parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse
 from configs.files import cache_dir
 from configs.ramp import Ramp
 from configs.schema import Config, DataConfig, NotNegative, UserError, options

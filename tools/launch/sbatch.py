@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.schema import FilePath, Positive, UserError
 from tools.launch.code import unpack
 from tools.launch.job import AGAIN, DONE, NEVER, Job, TimedOptions, cost, job_name, make_job, pattern

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.messages import start_hook
 from configs.schema import UserError
 from tools.launch import host_scripts, queued

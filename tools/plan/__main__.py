@@ -14,8 +14,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 
-from configs.command_line import exit_code_of, parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
 from configs.validation import require_steps
 from hosts.machines import HEADROOM, name_of

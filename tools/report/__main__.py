@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from configs.command_line import exit_code_of, parse_arguments
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse_arguments
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, NotNegative, Positive, UserError
 from tools.report.page import contents, page

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from run.goodput import goodput
 from tools.report.runs import Course, Run, course_of, number
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import jax
 
-from configs.command_line import parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, parse
 from configs.messages import LOGGER, show_messages
 from configs.schema import Config, FilePath, NotNegative, UserError, with_options
 from configs.validation import require_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.exit_codes import Exit
+from configs.command_line import Exit
 from configs.files import cache_dir
 from configs.schema import UserError
 from tools.launch.__main__ import main

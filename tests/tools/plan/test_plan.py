@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from configs import d12
-from configs.command_line import exit_code_of, parse
-from configs.exit_codes import Exit
+from configs.command_line import Exit, exit_code_of, parse
 from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
 from tools.plan import output
