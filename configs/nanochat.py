@@ -72,13 +72,12 @@ def derive(config: Config, given: set[str]) -> Config:
     depth = config.model.depth
     if min(depth, config.model.head_dim, config.model.vocab_size) < 1:
         return config  # invalid, and refused later
-    heads = math.ceil(64 * depth / config.model.head_dim)
-    width = heads * config.model.head_dim
+    network = network_of_depth(config.model, depth)
     derived(
         {
-            "model.width": (width, f"64 x depth {depth}, up to whole heads of {config.model.head_dim}"),
-            "model.heads": (heads, "width / head_dim"),
-            "model.kv_heads": (heads, "no groups"),
+            "model.width": (network.width, f"64 x depth {depth}, up to whole heads of {network.head_dim}"),
+            "model.heads": (network.heads, "width / head_dim"),
+            "model.kv_heads": (network.kv_heads, "no groups"),
         }
     )
     tokens = TOKENS_PER_PARAMETER * scaling_parameters(config.model)

@@ -17,8 +17,8 @@ from configs.schema import (
     ScheduleConfig,
     X0LambdasConfig,
 )
-from training.build import build
-from training.mesh import batch_shape, batch_sharding, resized
+from training.build import Build, build
+from training.mesh import resized
 from training.optimizer import path_name
 from training.state import TrainState, stored_as
 
@@ -86,15 +86,15 @@ def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
 
 
 @cache
-def step_of(config: Config, devices: int):
-    """Return the jitted step, its mesh, the state before step 0, and the rates. Equal configs share a program."""
-    built = build(config, jax.devices()[:devices])
-    return (
-        built.train_step,
-        built.mesh,
-        stored_as(initial_state(config.model, config.optimizer), built.abstract_state),
-        built.rates,
-    )
+def built_on(config: Config, devices: int) -> Build:
+    """Return the build of a config on this many devices. Equal configs share their programs."""
+    return build(config, jax.devices()[:devices])
+
+
+def placed(built: Build, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Return a step's rows as its batch on the devices."""
+    batch = {name: array.reshape(built.batch_shape) for name, array in rows.items()}
+    return jax.device_put(batch, built.batch_sharding)
 
 
 def start_params(config: Config) -> dict:
@@ -105,12 +105,11 @@ def start_params(config: Config) -> dict:
 def states(config: Config, rows: list[dict], devices: int = 1) -> Iterator[tuple[TrainState, dict]]:
     """Yield state and metrics after a step on each of `rows` from the perturbed start. The next step donates the
     state."""
-    train_step, mesh, placed, _ = step_of(config, devices)
+    built = built_on(config, devices)
     state = initial_state(config.model, config.optimizer)._replace(params=start_params(config))
-    state, shape = stored_as(state, placed), batch_shape(config.batch, mesh)
+    state = stored_as(state, built.abstract_state)
     for step_rows in rows:
-        batch = {name: array.reshape(shape) for name, array in step_rows.items()}
-        state, metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        state, metrics = built.train_step(state, placed(built, step_rows))
         yield state, jax.device_get(metrics)
 
 

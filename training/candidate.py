@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from configs.ramp import Ramp
-from configs.schema import DATA_AXES, Config, with_options
+from configs.schema import DATA_AXES, Config, options, with_options
 from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
 from model.kernels import has_bfloat16
 from model.shapes import Parameter, kinds
@@ -19,6 +19,8 @@ REMAT = ("none", "products", "block")
 """Each computes more again than the one before."""
 CHUNKS = 8
 """Chunks of the loss that are tried as well as 1."""
+CHOICES = "mesh.data", "mesh.fsdp", "mesh.tensor", "batch.rows_per_device", "model.remat", "model.loss_chunks"
+"""The options that a search chooses."""
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,8 @@ class Candidate:
 
     def options(self) -> dict[str, Any]:
         """Return what a search chooses, by the options' names."""
-        mesh, model = self.config.mesh, self.config.model
-        return {
-            "mesh.data": mesh.data,
-            "mesh.fsdp": mesh.fsdp,
-            "mesh.tensor": mesh.tensor,
-            "batch.rows_per_device": self.config.batch.rows_per_device,
-            "model.remat": model.remat,
-            "model.loss_chunks": model.loss_chunks,
-        }
+        values = options(self.config)
+        return {name: values[name] for name in CHOICES}
 
     def having(self, options: Mapping[str, Any]) -> "Candidate":
         """Return the same run with other options."""

@@ -20,12 +20,9 @@ KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float
 AXES = ("fsdp", "tensor")
 
 
-def gradients(x, kernel):
-    return jax.grad(lambda x, k: jnp.sum(jnp.sin(matmul(x, k, AXES).astype(jnp.float32))), (0, 1))(x, kernel)
-
-
 def test_bfloat16_gradient_of_a_matrix_is_not_rounded_to_bfloat16():
-    dx, dkernel = gradients(jnp.asarray(X, jnp.bfloat16), jnp.asarray(KERNEL))
+    loss = lambda x, kernel: jnp.sum(jnp.sin(matmul(x, kernel, AXES).astype(jnp.float32)))
+    dx, dkernel = jax.grad(loss, (0, 1))(jnp.asarray(X, jnp.bfloat16), KERNEL)
     assert dx.dtype == jnp.bfloat16 and dkernel.dtype == jnp.float32
     assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
 

@@ -62,11 +62,15 @@ def generated(graphdef, params, buffer, lengths, seeds, **options):
     return generate(nnx.merge(graphdef, params), buffer, lengths, seeds, **options)
 
 
-@pytest.fixture(scope="module")
-def network():
-    model, _ = build()
+def network_with(**options):
+    model, _ = build(replace(TINY, **options))
     graphdef, params = nnx.split(model)
     return model, graphdef, nnx.to_pure_dict(params)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return network_with()
 
 
 def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
@@ -81,10 +85,8 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
 
 
 def test_greedy_equals_the_full_pass_token_by_token():
-    model, _ = build(replace(TINY, **ALL_FEATURES))
-    graphdef, params = nnx.split(model)
-    rows = sample((model, graphdef, nnx.to_pure_dict(params)), temperature=0.0)
-    full_pass = jax.jit(lambda tokens: model(tokens)[0])
+    network = network_with(**ALL_FEATURES)
+    rows, full_pass = sample(network, temperature=0.0), jax.jit(lambda tokens: network[0](tokens)[0])
     for row, prompt in zip(rows, PROMPTS):
         tokens = np.zeros((1, LENGTH), np.int32)
         tokens[0, : len(prompt)] = prompt

@@ -1,6 +1,5 @@
 """Compare a step's diagnostics with float64 sums of each unit's gradient, and with a known truth."""
 
-from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, MuonConfig
+from configs.schema import Config, GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
-from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
+from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
 from tools.programs.compiled import collectives
-from training.build import Build, build
 from training.diagnostics import signal_and_noise
 from training.layout import Place
 from training.mesh import parameter_places, resized, sizes_of
@@ -30,13 +28,8 @@ ROWS = 32
 def config_on(mesh: tuple[int, int, int]) -> Config:
     """Return a config with every diagnostic. Matrices use Muon if `tensor` divides the network."""
     config = tiny_config(rows=ROWS, rows_per_device=2, **ALL_FEATURES | {"depth": 3})
-    matrices = replace(config.optimizer.matrices, kind="adamw" if mesh[2] == 1 else "muon")
-    return replace(
-        config,
-        mesh=MeshConfig(*mesh),
-        optimizer=replace(config.optimizer, matrices=matrices),
-        diagnostics=DiagnosticsConfig(every_steps=1),
-    )
+    options = {"mesh": MeshConfig(*mesh), "optimizer.matrices.kind": "adamw" if mesh[2] == 1 else "muon"}
+    return with_options(config, options | {"diagnostics.every_steps": 1})
 
 
 @cache
@@ -60,17 +53,11 @@ def start(config: Config) -> TrainState:
     )
 
 
-@cache
-def built_for(config: Config) -> Build:
-    return build(config, jax.devices()[: prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor])])
-
-
 def measured(config: Config) -> tuple[dict, list[Place], dict]:
     """Return a measuring step's metrics, the parameters' places, and the parameters after it."""
-    built = built_for(config)
-    placed = stored_as(start(config), built.abstract_state)
-    batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
-    after, metrics = built.measuring_step(placed, jax.device_put(batch, built.batch_sharding))
+    built = built_on(config, prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor]))
+    state = stored_as(start(config), built.abstract_state)
+    after, metrics = built.measuring_step(state, placed(built, rows_of_random_lengths()))
     places = parameter_places(config.model, built.mesh)
     after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, places)
     return jax.device_get(metrics), jax.tree.leaves(places), after
@@ -199,7 +186,7 @@ def test_the_estimates_are_right_on_average():
 
 @pytest.mark.medium
 def test_scalars_alone_cross_the_mesh_once_after_the_scan():
-    built = built_for(config_on((2, 2, 2)))
+    built = built_on(config_on((2, 2, 2)), 8)
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
     shape = sizes_of(built.mesh)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))

@@ -1,5 +1,6 @@
 """Test that dropout depends on seed, step, row and layer only, and exists in training only."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -8,13 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import MeshConfig
+from configs.schema import MeshConfig, with_options
 from model.attention import Inputs
 from model.gpt import GPT
 from model.layers import dropped
 from model.rotary import rotary_angles
-from tests.helpers import TINY, distance, random_rows, run_steps, tiny_config
-from training.build import build
+from tests.helpers import TINY, built_on, distance, random_rows, run_steps, tiny_config
 from training.step import dropout_keys
 
 CONFIG = tiny_config(dropout=0.3, kv_heads=4)
@@ -28,10 +28,8 @@ def test_every_split_mesh_and_recomputation_gives_the_same_update():
     expected, expected_metrics = run_steps(CONFIG, rows)
     others = [(4, (1, 1, 1), "block"), (2, (8, 1, 1), "products"), (1, (2, 2, 2), "none")]
     for rows_per_device, sizes, remat in others:
-        batch = replace(CONFIG.batch, rows_per_device=rows_per_device)
-        model = replace(CONFIG.model, remat=remat)
-        other = replace(CONFIG, batch=batch, model=model, mesh=MeshConfig(*sizes))
-        params, metrics = run_steps(other, rows, int(np.prod(sizes)))
+        options = {"batch.rows_per_device": rows_per_device, "model.remat": remat, "mesh": MeshConfig(*sizes)}
+        params, metrics = run_steps(with_options(CONFIG, options), rows, math.prod(sizes))
         assert distance(params, expected) < 1e-6, (rows_per_device, sizes, remat)
         losses, expected_losses = ([float(m["loss"]) for m in each] for each in (metrics, expected_metrics))
         assert losses == pytest.approx(expected_losses, rel=1e-6)
@@ -77,8 +75,7 @@ def test_programs_without_dropout_draw_no_number_and_evaluation_never_does():
     """Compare the text of the programs."""
     texts = {}
     for rate in (0.0, 0.3):
-        config = replace(CONFIG, model=replace(CONFIG.model, dropout=rate))
-        built = build(config, jax.devices()[:1])
+        built = built_on(with_options(CONFIG, {"model.dropout": rate}), 1)
         state, batch = built.abstract_state, built.abstract_batch()
         train, evaluate = built.train_step.lower(state, batch), built.eval_step.lower(state.params, batch)  # pyright: ignore
         texts[rate] = train.as_text(), evaluate.as_text()

@@ -9,25 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import MatricesConfig, MeshConfig, MuonConfig, ScheduleConfig
+from configs.schema import MatricesConfig, MeshConfig, MuonConfig, ScheduleConfig, with_options
 from model.shapes import parameter_shapes
 from tests import reference
 from tests.helpers import (
     ALL_FEATURES,
     OPTIMIZER,
+    built_on,
     distance,
     random_rows,
     run_steps,
     start_params,
-    step_of,
     tiny_config,
 )
 from training.build import build
 from training.optimizer import path_name
-
-
-def with_rows_per_device(config, rows_per_device):
-    return replace(config, batch=replace(config.batch, rows_per_device=rows_per_device))
 
 
 def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
@@ -49,7 +45,7 @@ KINDS = ("ones", "lengths", "empty micro-batches", "single token")
 def assert_same_steps(config, others, expected_by=None) -> None:
     """Take four steps with different kinds of weights. Each of `others` (config, devices) must give the update of
     `config` on one device, which must give the update of `expected_by` (the reference)."""
-    start, rates = start_params(config), step_of(config, 1)[3]
+    start, rates = start_params(config), built_on(config, 1).rates
     rows = [random_rows(tiny_config(), step, weights(kind, 16, 16, step)) for step, kind in enumerate(KINDS)]
     whole, whole_metrics = run_steps(config, rows)
     moved = jax.tree.map(np.subtract, whole, start)
@@ -74,8 +70,8 @@ def assert_same_steps(config, others, expected_by=None) -> None:
 
 
 def on_mesh(config, rows_per_device: int, sizes: tuple):
-    divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
-    return divided, math.prod(sizes)
+    options = {"batch.rows_per_device": rows_per_device, "mesh": MeshConfig(*sizes)}
+    return with_options(config, options), math.prod(sizes)
 
 
 ONE = (1, 1, 1)
@@ -111,7 +107,7 @@ def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, d
     bits = lambda mask: (np.asarray(mask)[:, None] >> np.arange(length) & 1).astype(np.float32)
     batches = [random_rows(config, step, bits(data.draw(masks, label="valid targets"))) for step in range(2)]
     whole, whole_metrics = run_steps(config, batches)
-    split, metrics = run_steps(with_rows_per_device(config, part), batches)
+    split, metrics = run_steps(with_options(config, {"batch.rows_per_device": part}), batches)
     assert distance(split, whole) < 1e-6
     for ours, theirs, batch in zip(metrics, whole_metrics, batches, strict=True):
         assert ours["valid_tokens"] == batch["weights"].sum()
@@ -122,8 +118,8 @@ def test_bfloat16_split_stays_close():
     config = tiny_config(dtype="bfloat16")
     rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
     whole, _ = run_steps(config, rows)
-    split, _ = run_steps(with_rows_per_device(config, 2), rows)
-    exact, _ = run_steps(replace(config, model=replace(config.model, dtype="float32")), rows)
+    split, _ = run_steps(with_options(config, {"batch.rows_per_device": 2}), rows)
+    exact, _ = run_steps(tiny_config(), rows)
     assert distance(split, whole) < 2e-2
     assert distance(whole, exact) < 2e-2
 

@@ -1,36 +1,41 @@
-"""Test the compiled step's memory, and how often it is compiled."""
+"""Test the compiled step's memory, how often it is compiled, and every program at the largest documented depth."""
 
 import logging
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import plain
-from configs.schema import BatchConfig, Config, MeshConfig
+from configs.schema import Config, MeshConfig, with_options
+from evaluation.evaluator import make_generate
 from model.shapes import parameter_counts
-from tests.helpers import distance, random_rows, run_steps, step_of, tiny_config
+from tests.helpers import (
+    ALL_FEATURES,
+    built_on,
+    distance,
+    initial_state,
+    placed,
+    random_rows,
+    run_steps,
+    tiny_config,
+)
 from tools.programs.compiled import compile_step
-from training.build import build
-from training.mesh import batch_shape, batch_sharding
+from training.state import stored_as
 
 # Activations, logits and parameters are large enough to matter in the sum.
 SIZES = {"depth": 2, "width": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "vocab_size": 1024}
 
 
-def memory(micro_batches: int, mesh: MeshConfig = MeshConfig(), devices: int = 1, **model) -> int:  # noqa: B008
+def memory(micro_batches: int, devices: int = 1, **model) -> int:
     """Return the bytes of temporaries per device, for micro-batches of 4 rows of 128 tokens on each."""
-    config = tiny_config(length=128, **SIZES | model)
-    rows = 4 * micro_batches * devices
-    batch = BatchConfig(sequence_length=128, tokens_per_step=128 * rows, rows_per_device=4)
-    config = replace(config, batch=batch, mesh=mesh)
-    return temporaries(config, devices)
+    return temporaries(tiny_config(4 * micro_batches * devices, 4, 128, **SIZES | model), devices)
 
 
 def temporaries(config: Config, devices: int) -> int:
-    compiled = compile_step(build(config, jax.devices()[:devices]))
-    return compiled.memory_analysis().temp_size_in_bytes
+    return compile_step(built_on(config, devices)).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.medium
@@ -54,7 +59,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
 def test_options_that_save_memory_do_not_change_the_result(option):
     config = tiny_config(rows_per_device=4)
     rows = [random_rows(config, step) for step in range(2)]
-    params, metrics = run_steps(replace(config, model=replace(config.model, **option)), rows)
+    params, metrics = run_steps(tiny_config(rows_per_device=4, **option), rows)
     expected, expected_metrics = run_steps(config, rows)
     assert distance(params, expected) < 1e-6
     assert [float(t["loss"]) for t in metrics] == pytest.approx([float(t["loss"]) for t in expected_metrics], rel=1e-6)
@@ -62,17 +67,15 @@ def test_options_that_save_memory_do_not_change_the_result(option):
 
 @pytest.mark.medium
 def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
-    config = tiny_config(rows_per_device=4)
-    config = replace(config, model=replace(config.model, z_loss=0.01))
+    config = tiny_config(rows_per_device=4, z_loss=0.01)
     rows = [random_rows(config, step) for step in range(2)]
-    chunks = replace(config, model=replace(config.model, loss_chunks=4), mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    chunks = replace(tiny_config(rows_per_device=4, z_loss=0.01, loss_chunks=4), mesh=MeshConfig(2, 2, 2))
     params, metrics = run_steps(config, rows)
     mesh_params, mesh_metrics = run_steps(chunks, rows, devices=8)
     assert distance(mesh_params, params) < 1e-6
     assert mesh_metrics[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-6)
     assert mesh_metrics[1]["z_loss"] == pytest.approx(metrics[1]["z_loss"], rel=1e-5)
-    without = replace(config, model=replace(config.model, z_loss=0.0))
-    _, (plain, _) = run_steps(without, rows)
+    _, (plain, _) = run_steps(tiny_config(rows_per_device=4), rows)
     assert metrics[0]["loss"] == plain["loss"] and "z_loss" not in plain
     assert metrics[0]["z_loss"] == pytest.approx(0.01 * np.log(272) ** 2, rel=0.1)
     assert metrics[0]["grad_norm"] > 1.001 * plain["grad_norm"]
@@ -109,15 +112,31 @@ def test_a_run_compiles_its_step_once(caplog):
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_the_state_keeps_its_sharding(mesh):
     """A compiled step rejects a state stored elsewhere. XLA would choose another place for Muon's second moments."""
-    matrices = replace(tiny_config().optimizer.matrices, kind="muon")
-    config = replace(tiny_config(rows_per_device=1), mesh=mesh)
-    config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))
-    train_step, devices, state, _ = step_of(config, 8)
-    shape = batch_shape(config.batch, devices)
-    rows = {name: array.reshape(shape) for name, array in random_rows(config, 0).items()}
-    batch = jax.device_put(rows, batch_sharding(devices))
+    config = with_options(tiny_config(rows_per_device=1), {"optimizer.matrices.kind": "muon", "mesh": mesh})
+    built = built_on(config, 8)
+    state = stored_as(initial_state(config.model, config.optimizer), built.abstract_state)
+    batch = placed(built, random_rows(config, 0))
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled = train_step.lower(state, batch).compile()
+    compiled = built.train_step.lower(state, batch).compile()
     for _ in range(2):
         state, _ = compiled(state, batch)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+@pytest.mark.medium
+def test_every_program_of_depth_48_is_traced():
+    """Trace without compilation or arrays. Its parameter counts exceed 32 bits."""
+    sizes = {"depth": 48, "width": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128, "vocab_size": 32768}
+    config = tiny_config(8, 1, 128, **ALL_FEATURES | sizes | {"dtype": "auto"})
+    built = built_on(replace(config, mesh=MeshConfig(data=4, fsdp=2)), 8)
+    state, batch = built.abstract_state, built.abstract_batch()
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 2**31
+    _, metrics = jax.eval_shape(built.train_step, state, batch)
+    _, measured = jax.eval_shape(built.measuring_step, state, batch)
+    assert measured.keys() - metrics.keys() == {"diagnostics"}
+    losses, tokens = jax.eval_shape(built.eval_step, state.params, batch)
+    assert (losses.dtype, tokens.dtype) == (jnp.float32, jnp.int32)
+    prompts, numbers = jax.ShapeDtypeStruct((2, 24), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    generate = make_generate(built.config.model, built.dtype, built.mesh)
+    options = {"prefill": 8, "temperature": 0.8, "top_k": 50}
+    assert generate.eval_shape(state.params, prompts, numbers, numbers, **options).shape == prompts.shape

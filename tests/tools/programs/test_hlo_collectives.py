@@ -7,13 +7,12 @@ from functools import cache
 from math import prod
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from bench import collectives as command
 from configs.schema import DATA_AXES, MeshConfig
 from model.shapes import parameter_counts
-from tests.helpers import step_of, tiny_config
+from tests.helpers import built_on, tiny_config
 from tools.programs.compiled import (
     Collective,
     axes_crossed,
@@ -23,7 +22,7 @@ from tools.programs.compiled import (
     traffic,
     type_bytes,
 )
-from training.mesh import batch_shape, batch_sharding, sizes_of
+from training.mesh import sizes_of
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -152,13 +151,11 @@ def lowered(mesh: MeshConfig) -> tuple[jax.stages.Lowered, dict[str, int], int]:
     config = replace(tiny_config(depth=1), mesh=mesh)
     rows = 4 * 8 // mesh.tensor
     config = replace(config, batch=replace(config.batch, tokens_per_step=16 * rows, rows_per_device=1))
-    train_step, devices, state, _ = step_of(config, 8)
-    shape, sharding = batch_shape(config.batch, devices), batch_sharding(devices)
-    assert shape[0] == 4
-    types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
+    built = built_on(config, 8)
+    assert built.batch_shape[0] == 4
     parameters = sum(parameter_counts(config.model).values()) // (mesh.fsdp * mesh.tensor)
-    return train_step.lower(state, batch), sizes_of(devices), parameters
+    step = built.train_step.lower(built.abstract_state, built.abstract_batch())
+    return step, sizes_of(built.mesh), parameters
 
 
 MESHES = pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2)], ids=["data", "all axes"])
