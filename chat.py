@@ -12,8 +12,8 @@ from evaluation.engine import Engine
 from evaluation.network import SamplingArguments, open_network
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
+from model.gpt import parameter_counts
 from model.sampling import Sampling
-from model.shapes import parameter_counts
 from run.record import at_hand
 from serving.server import listener, serve
 from serving.terminal import Terminal, note

@@ -21,8 +21,8 @@ from evaluation.network import Network, open_network
 from evaluation.texts import read_sources
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import write_hf, write_safetensors
+from model.gpt import kinds
 from model.loss import softcap
-from model.shapes import kinds
 from run.record import at_hand, scores
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh

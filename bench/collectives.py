@@ -24,7 +24,7 @@ from bench.throughput import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from tools.programs.compiled import Collective, collectives, compile_step, estimated_cycles, traffic
 from tools.programs.topologies import devices_of
 from training.build import build

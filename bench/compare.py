@@ -34,7 +34,7 @@ from configs.files import write_whole
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from evaluation.evaluator import ratio
 from evaluation.results import write_json
-from model.shapes import flops_per_token
+from model.gpt import flops_per_token
 from tools.report.runs import Run, read_run
 
 

@@ -21,7 +21,7 @@ from configs.validation import require_steps, validate
 from evaluation.evaluator import make_generate
 from hosts.machines import HEADROOM, device_limit, peak_flops
 from hosts.runtime import run_command
-from model.shapes import flops_per_token, parameter_counts
+from model.gpt import flops_per_token, parameter_counts
 from tools.programs.compiled import peak_memory_bytes, top_operations
 from training.build import Build, build
 from training.candidate import candidate_of

@@ -24,7 +24,7 @@ from configs.schema import (
     ScheduleConfig,
     with_options,
 )
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 
 TOKENS_PER_PARAMETER = 12
 BATCH_EXPONENT = 0.383

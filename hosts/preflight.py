@@ -29,9 +29,9 @@ from configs.schema import Config, UserError
 from hosts.peers import exchange
 from hosts.runtime import versions
 from hosts.stop import limited_to
+from model.gpt import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
-from model.shapes import parameter_counts
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")

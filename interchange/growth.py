@@ -17,7 +17,7 @@ from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.runtime import Damaged, NoCheckpoint
 from interchange.init_from import is_run, network_config, origin, read_params, tokenizer_in
-from model.shapes import parameters
+from model.gpt import parameters
 from run.checkpoint import Checkpoints, whole_steps
 from run.folder import checkpoint_folder, record_of
 from run.record import at_hand

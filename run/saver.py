@@ -74,7 +74,7 @@ class Saver(Checkpoints):
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
-        holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
+        holds the parameters' `shapes` without padding (`model.gpt.parameter_shapes`).
 
         A save that fails, at once or in the background, is counted (`failing`). Older checkpoints are deleted once a
         newer one is complete.

@@ -31,7 +31,7 @@ from hosts.runtime import check_hosts_agree, describe_processes, on_first_proces
 from hosts.stop import Stop, limited
 from interchange.growth import describe_growth, initial_state, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
 from run.goodput import Times, goodput, summed_up

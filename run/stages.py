@@ -8,9 +8,9 @@ from configs.messages import LOGGER
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StepBatches, local_rows
+from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
-from model.shapes import parameter_counts
 from run.goodput import Times
 from run.progress import Start
 from training.build import Build

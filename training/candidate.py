@@ -9,8 +9,8 @@ from typing import Any
 from configs.ramp import Ramp
 from configs.schema import DATA_AXES, Config, options, with_options
 from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
+from model.gpt import Parameter, kinds
 from model.kernels import has_bfloat16
-from model.shapes import Parameter, kinds
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 from training.mesh import islands
 from training.state import compute_dtype

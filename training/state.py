@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from configs.schema import Config, ModelConfig
-from model.gpt import GPT, abstract_model, map_parameters
+from model.gpt import GPT, abstract_model, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
-from model.shapes import parameter_shapes
 from training.layout import Place, place
 from training.mesh import parameter_places, resized, spec_of
 from training.optimizer import path_name

@@ -16,7 +16,7 @@ from configs.ramp import Ramp
 from configs.schema import options
 from hosts.machines import peak_flops
 from hosts.peers import exchange
-from model.shapes import flops_per_token
+from model.gpt import flops_per_token
 from run.diagnosis import Diagnosis
 from run.hooks.watch import Watch
 from run.metrics import MetricsWriter

@@ -8,7 +8,7 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 from configs.retry import LONGEST
 from configs.schema import Config
 from hosts.runtime import highest
-from model.shapes import parameter_shapes
+from model.gpt import parameter_shapes
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Hook, Progress
 from run.saver import Saver

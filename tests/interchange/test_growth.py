@@ -13,7 +13,7 @@ from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
 from interchange.folders import write_safetensors
 from interchange.growth import base_of_chat, describe_growth, initial_state, new_tokens, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary
-from model.shapes import parameter_shapes
+from model.gpt import parameter_shapes
 from run.folder import write_record
 from run.record import Record
 from run.saver import Saver

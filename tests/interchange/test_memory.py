@@ -13,7 +13,7 @@ import pytest
 from configs.schema import CheckpointConfig, Config, ModelConfig
 from configs.validation import resolved
 from data.tokenizer import train_tokenizer
-from model.shapes import parameter_shapes
+from model.gpt import parameter_shapes
 from run.folder import write_record
 from run.saver import Saver
 from training.state import TrainState, split_model

@@ -1,4 +1,4 @@
-"""Test the network against the float64 reference and by its own properties."""
+"""Test the network against the float64 reference and by its own properties, and its counts against XLA's."""
 
 from dataclasses import replace
 
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs.schema import ModelConfig
 from model.attention import has_value_embedding
-from model.gpt import GPT
+from model.gpt import GPT, flops_per_token, parameter_counts
 from model.kernels import window_of
-from model.loss import softcap
+from model.loss import loss_sums, softcap
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
+from training.optimizer import parameter_groups
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 20), np.int32))
 
@@ -104,3 +106,24 @@ def test_a_bound_smear_does_not_cross_documents():
     changed = TOKENS.at[:, :8].set((TOKENS[:, :8] + 1) % TINY.vocab_size)
     before, after = (model(tokens, segment_ids=segments)[0] for tokens in (TOKENS, changed))
     np.testing.assert_array_equal(before[:, 8:], after[:, 8:])
+
+
+def test_flops_per_token():
+    """XLA also counts element-wise work, a few percent at these sizes. The length is one block of attention: with
+    longer ones, it skips scores that the convention counts."""
+    config = ModelConfig(depth=2, width=512, heads=8, kv_heads=2, head_dim=64, vocab_size=2048)
+    model, params = build(config)
+    rows = jnp.zeros((8, 64), jnp.int32)
+    graphdef, _ = nnx.split(model)
+    loss = lambda params: loss_sums(nnx.merge(graphdef, params), rows, rows, jnp.ones(rows.shape))[0]
+    cost = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()
+    assert cost["flops"] / rows.size == pytest.approx(flops_per_token(config, 64), rel=0.04)
+    assert cost["flops"] / rows.size > flops_per_token(config, 64) * 0.999
+
+
+def test_parameter_counts():
+    config = replace(TINY, **ALL_FEATURES)
+    built = {}
+    for group, leaf in zip(*(jax.tree.leaves(tree) for tree in (parameter_groups(config), build(config)[1]))):
+        built[group] = built.get(group, 0) + leaf.size
+    assert parameter_counts(config) == built

@@ -17,7 +17,7 @@ import pytest
 
 from configs import retry
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
-from model.shapes import parameter_shapes
+from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.saver import Saver

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import MatricesConfig, MeshConfig, MuonConfig, ScheduleConfig, with_options
-from model.shapes import parameter_shapes
+from model.gpt import parameter_shapes
 from tests import reference
 from tests.helpers import (
     ALL_FEATURES,

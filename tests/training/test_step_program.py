@@ -11,7 +11,7 @@ import pytest
 from configs import plain
 from configs.schema import Config, MeshConfig, with_options
 from evaluation.evaluator import make_generate
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from tests.helpers import (
     ALL_FEATURES,
     built_on,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from configs.schema import Config, UserError
 from data.record import read_record
-from model.shapes import flops_per_token
+from model.gpt import flops_per_token
 from tools.plan.step_time import StepTime
 from training.candidate import Candidate
 

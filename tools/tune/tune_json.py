@@ -12,7 +12,7 @@ import jax
 from configs.files import write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options
-from model.shapes import flops_per_token
+from model.gpt import flops_per_token
 from run.record import finite
 
 STAGES = ("fit", "time", "noise", "rate", "branch")

@@ -15,7 +15,7 @@ from configs import d12
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts.machines import machines
 from model import parallel
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from tools.programs.compiled import Instruction, collectives, compile_step, kernels, numbers, read_program, traffic
 from tools.programs.topologies import devices_of
 from training.build import build

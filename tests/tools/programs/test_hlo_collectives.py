@@ -11,7 +11,7 @@ import pytest
 
 from bench import collectives as command
 from configs.schema import DATA_AXES, MeshConfig
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from tests.helpers import built_on, tiny_config
 from tools.programs.compiled import (
     Collective,

@@ -8,7 +8,7 @@ from bench.throughput import Sizes, sized
 from configs import d12
 from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
 from hosts.machines import name_of
-from model.shapes import parameter_counts
+from model.gpt import parameter_counts
 from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import Topology, devices_of, parse_topology
 from training.build import build
