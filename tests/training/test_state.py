@@ -1,4 +1,4 @@
-"""Test that the initial state is the same on every mesh, and that the average is that of the last steps' parameters."""
+"""Test that the initial state is the same on every mesh, and that the last steps' parameters are averaged."""
 
 import math
 from dataclasses import replace
