@@ -221,6 +221,7 @@ def listener(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()  # until then another server may bind it, too
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--host={host} --port={port}: no server can listen there: {error}; try another port"

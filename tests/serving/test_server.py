@@ -245,6 +245,11 @@ def test_a_failure_of_the_engine_reaches_the_client_and_ends_the_server():
         ask(client)
 
 
+def test_two_servers_that_start_together_have_no_common_port():
+    with listener("127.0.0.1", 0) as bound, pytest.raises(UserError, match="no server can listen there"):
+        listener("127.0.0.1", bound.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[openai.OpenAI]:
     with served(FakeEngine(echo)) as client:
