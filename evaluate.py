@@ -173,7 +173,7 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     network = open_network(folder, mesh, arguments.step, arguments.average)
     ours, theirs = measure_text(network, given, sources, out), None
     if other:
-        out = f"{out}/against" if against.startswith("gs://") else other  # results of a run in a bucket stay here
+        out = f"{out}/against" if arguments.out or against.startswith("gs://") else other
         theirs = measure_text(open_network(other, mesh), against, sources, out)
     return results_of(sources, ours, theirs)
 
