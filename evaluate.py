@@ -94,6 +94,8 @@ def main() -> int:
     folder = str(at_hand(given))
     if arguments.from_ and not is_network(folder):
         raise UserError(f"--from={given} has no network (no *.safetensors); for a run, give --run_dir")
+    if evaluation is held_out and is_network(folder):
+        raise UserError(f"--run_dir={given} is a network, not a run: give --from={given} with --source=PATH or --tasks")
     start_jax()
     results = {"from" if arguments.from_ else "run_dir": given}
     results |= evaluation(arguments, folder, make_mesh(arguments.mesh))

@@ -21,6 +21,7 @@ from evaluation.network import Network, open_network
 from evaluation.texts import read_sources
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import write_hf, write_safetensors
+from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
 from run.record import at_hand, scores
@@ -85,6 +86,8 @@ def main() -> int:
         require_transformers()
     start_jax()
     folder = at_hand(arguments.run_dir)
+    if is_network(folder):
+        raise UserError(f"--run_dir={arguments.run_dir} is a network, not a run: give the run that it is from")
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
     config, step, shards = read_in_shards(folder, shard_bytes, arguments.step, arguments.average)
     tokenizer = load_tokenizer(folder / "tokenizer")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive
+from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive, UserError
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
@@ -88,10 +88,12 @@ class Network:
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Network:
     """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest, with the
-    average of its parameters if that is asked for and there. Raise UserError if neither is there, or if the network is
-    not one of ours."""
+    average of its parameters if that is asked for and there. Raise UserError if neither is there, if the network is not
+    one of ours, or for options that choose among a run's."""
     folder = Path(folder)
     if is_network(folder):
+        if step or not average:
+            raise UserError(f"--step and --average choose parameters of a run; {folder} has one network")
         config = config_of(folder)
         require_same_network(config)
         tokenizer = load_tokenizer(folder)

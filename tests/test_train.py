@@ -7,6 +7,7 @@ get a process of their own. (With eight devices on two cores, threads would wait
 import gc
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -310,6 +311,9 @@ def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkey
     assert abs(theirs["against"]["difference"]) < 1e-6
     assert all(of["against"]["same_parameters"] and of["against"]["noise"] for of in (ours, theirs))
     assert len(list((folder / "benchmarks").rglob("*.png"))) == 2 and not (untouched / "texts").exists()
+    for command, options in ("sample", ["--step=120"]), ("evaluate", []), ("export", ["--out=again"]):
+        assert run(command, monkeypatch, "--run_dir=published", *options) == 2
+        assert re.search("has one network|is a network, not a run", capsys.readouterr().err)
     changed = json.loads((folder / "published" / "config.json").read_text())
     (folder / "published" / "config.json").write_text(json.dumps(changed | {"model_type": "gpt2"}))
     assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
