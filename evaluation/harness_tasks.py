@@ -79,7 +79,10 @@ def evaluate_tasks(
     name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "") + "_chat" * chat
     if isinstance(network, Path):
         folder, facts, title = out / "network" / name, {}, f"{network.resolve().name}, network"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror}); give --out=FOLDER") from error
         results, lines = measure(_others_network(network), loaded, items, TIES["float32"], str(out / "answers"), asking)
     else:
         folder, title = out / network.label / name, f"{network.config.name}, {network.title}"

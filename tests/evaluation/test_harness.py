@@ -190,3 +190,7 @@ def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeyp
     (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
     assert result["items"] == 6 and result["baseline"] == 0.5
     assert list(tmp_path.glob("out/harness/network/tiny_schema/tasks.png"))
+    (tmp_path / "gpt2" / "harness").touch()
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    with pytest.raises(UserError, match=r"gpt2/harness/network/tiny_schema cannot be written .*give --out=FOLDER"):
+        evaluate.main()
