@@ -83,7 +83,10 @@ def evaluate_tasks(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); give --out=FOLDER") from error
-        results, lines = measure(_others_network(network), loaded, items, TIES["float32"], str(out / "answers"), asking)
+        about = [(str(path), path.stat()) for path in sorted(network.resolve().iterdir()) if path.is_file()]
+        files = digest([(name, of.st_size, of.st_mtime_ns) for name, of in about])
+        cache = str(out / f"answers_{files[:8]}")  # the harness finds an answer by its request alone
+        results, lines = measure(_others_network(network), loaded, items, TIES["float32"], cache, asking)
     else:
         folder, title = out / network.label / name, f"{network.config.name}, {network.title}"
         scorer = network.scorer(prompt_tokens)

@@ -180,7 +180,8 @@ def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeyp
     pytest.importorskip("torch")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 256, "vocab_size": tokenizer().vocab_size}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer().bos)
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).save_pretrained(tmp_path / "gpt2")
+    make = lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids))
+    make().save_pretrained(tmp_path / "gpt2")
     spelled = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer().library, eos_token=BOS, pad_token=BOS)
     spelled.save_pretrained(tmp_path / "gpt2")
     (tmp_path / "tasks").mkdir()
@@ -189,7 +190,11 @@ def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeyp
     assert evaluate.main() == 0
     (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
     assert result["items"] == 6 and result["baseline"] == 0.5
-    assert list(tmp_path.glob("out/harness/network/tiny_schema/tasks.png"))
+    (items,) = tmp_path.glob("out/harness/network/tiny_schema/tiny_schema.jsonl")
+    assert items.with_name("tasks.png").exists()
+    before = items.read_text()
+    make().save_pretrained(tmp_path / "gpt2")
+    assert evaluate.main() == 0 and items.read_text() != before  # no answer is another network's
     (tmp_path / "gpt2" / "harness").touch()
     monkeypatch.setattr(sys, "argv", sys.argv[:-1])
     with pytest.raises(UserError, match=r"gpt2/harness/network/tiny_schema cannot be written .*give --out=FOLDER"):
