@@ -41,7 +41,7 @@ def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in a newline
-        lines = [json.loads(line) for line in complete]
+        lines = [json.loads(line) for line in dict.fromkeys(complete)]  # two commands at once wrote one twice
         lines = lines if lines and lines[0] == facts else [facts]
         write_whole(path, to_lines(lines))
     except OSError as error:

@@ -130,10 +130,13 @@ def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle
     assert ItemLog(log, json.loads(facts) | {"step": 4}).lines == []  # another network
 
 
-def test_a_kill_loses_few_lines(tmp_path):
+def test_a_kill_loses_few_lines_and_two_commands_at_once_add_none(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        ItemLog(tmp_path / "log", {}).extend({"item": 1 // (40 - i)} for i in range(99))
+        ItemLog(tmp_path / "log", {}).extend({"item": i, "of": 1 // (40 - i)} for i in range(99))
     assert len(ItemLog(tmp_path / "log", {}).lines) == AT_A_TIME
+    for log in [ItemLog(tmp_path / "both", {}) for _ in range(2)]:
+        log.extend([{"item": 1}])
+    assert ItemLog(tmp_path / "both", {}).lines == [{"item": 1}]
 
 
 def test_an_unwritable_folder_and_a_damaged_log_have_different_errors(tmp_path):
