@@ -99,7 +99,8 @@ def main() -> int:
     start_jax()
     results = {"from" if arguments.from_ else "run_dir": given}
     results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
-    print(json.dumps(results) if arguments.json else as_table(results))
+    if jax.process_index() == 0:
+        print(json.dumps(results) if arguments.json else as_table(results))
     return 0
 
 

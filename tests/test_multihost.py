@@ -57,7 +57,8 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
     names = "tiny_choices,tiny_schema,tiny_endings,tiny_text,tiny_writing"
     command = ("evaluate.py", "--run_dir=one", f"--tasks={names}", "--task_files=tasks")
     assert run("evaluate", monkeypatch, *command[1:], "--out=asked-one", devices=1) == 0
-    finish(start(folder, "--out=asked-two", "--mesh.fsdp=2", command=command), 0)
+    outputs = finish(start(folder, "--out=asked-two", "--mesh.fsdp=2", command=command), 0)
+    assert sorted("baseline" in text for text in outputs) == [False, True]  # one prints the table
     left = [folder / name / "harness" / "step_40" for name in ("asked-one", "asked-two")]
     ours, theirs = (
         {line["request"]: line for line in map(json.loads, (path / "requests.jsonl").read_text().splitlines()[1:])}
