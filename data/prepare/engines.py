@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from configs.retry import StorageLost
 from configs.schema import UserError
 
 DEATHS = 3  # deaths of workers on one document, after which it is not tried again
@@ -144,7 +145,7 @@ def _work(jobs: Connection) -> None:
 def _failure_of(job: Job) -> Exception | None:
     try:
         job.run()
-    except (UserError, OSError) as error:
+    except (UserError, OSError, StorageLost) as error:
         return error
 
 

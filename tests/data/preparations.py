@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Integer
 
+from configs.retry import StorageLost
 from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.preparation import Preparation
@@ -81,12 +82,14 @@ def prepare_under_fire(
 
 
 class DeadlyCorpus(Corpus):
-    """A corpus with a document that kills its reader."""
+    """A corpus with a document that kills its reader, or whose store is lost."""
 
     def read(self, file, start=0, stop=None):
         for number, text, problem in super().read(file, start, stop):
             if "deadly" in text:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "away" in text:
+                raise StorageLost("the store")
             yield number, text, problem
 
 

@@ -19,6 +19,7 @@ import submitit  # noqa: F401  (it closes what others log to, which must not be 
 
 import data.prepare.parts
 import data.prepare.shard_layout
+from configs.retry import StorageLost
 from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.engines import Ended, Engine, Job, LocalEngine, SlurmEngine
@@ -129,11 +130,11 @@ def test_kills_of_workers_and_the_command_change_nothing(source, serial, tmp_pat
     assert digests(tmp_path / "out") == digests(serial)
 
 
-def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Exception], list[Task]]:
-    """Return the failures and all tasks for a file whose last document kills its reader."""
+def run_deadly(source, tmp_path: Path, engine: Engine, last: str = "deadly") -> tuple[list[Exception], list[Task]]:
+    """Return the failures and all tasks for a file whose last document is `last`: it kills its reader."""
     (tmp_path / "text").mkdir()
     fine = "".join(json.dumps({"text": f"fine {i}" * 99}) + "\n" for i in range(40))
-    (tmp_path / "text" / "a.jsonl").write_text(fine + json.dumps({"text": "deadly"}))
+    (tmp_path / "text" / "a.jsonl").write_text(fine + json.dumps({"text": last}))
     corpus = DeadlyCorpus(**vars(find_corpus(str(tmp_path / "text"))))
     tokenizer = load_tokenizer(source.tokenizer)
     tokenizer.save(tmp_path / "tokenizer")
@@ -148,6 +149,11 @@ def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
     (failed,), tasks = run_deadly(source, tmp_path, LocalEngine(2))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed)
     assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
+
+
+def test_a_store_that_is_lost_in_a_worker_is_no_death_of_it(source, tmp_path):
+    (failed,), _ = run_deadly(source, tmp_path, LocalEngine(2), "away")
+    assert isinstance(failed, StorageLost) and str(failed) == "the store"
 
 
 class AnyOrder(Engine):
