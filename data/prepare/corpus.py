@@ -31,6 +31,7 @@ from data.store import read_range
 
 BUFFER_BYTES = 2**22  # of a request to a server
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException)  # errors of a damaged file
 LONG = 2**24  # bytes of a document; a longer one is not kept as characters, which take 4 bytes each with one emoji
 
 
@@ -88,7 +89,7 @@ class Corpus:
                         "such: --on_error=skip"
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
-        except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
+        except UNREADABLE as error:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
     def texts(self, document: str) -> list[str]:

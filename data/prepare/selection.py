@@ -19,7 +19,7 @@ from jaxtyping import UInt64
 
 from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
-from data.prepare.corpus import Corpus
+from data.prepare.corpus import UNREADABLE, Corpus
 from data.prepare.source_files import SourceFile
 from data.record import hash_share
 from data.tokenizer import TextTokenizer, train_tokenizer
@@ -73,11 +73,17 @@ def load_exclusion(path: Path) -> Exclusion:
 
 
 def _texts(evaluations: Corpus) -> Iterator[str]:
-    """Yield the texts of evaluations: documents, and every string in lines of JSON."""
+    """Yield the texts of evaluations: documents, and every string in lines of JSON. Raise UserError if one cannot be
+    read."""
     for file in evaluations.files:
-        for _, content in evaluations.contents(file):
-            record = json.loads(content) if evaluations.is_lines(file) and content else content.decode()
-            yield from _strings(record)
+        number = 1
+        try:
+            for number, content in evaluations.contents(file):  # noqa: B007  (the message has it)
+                record = json.loads(content) if evaluations.is_lines(file) and content else content.decode()
+                yield from _strings(record)
+        except (*UNREADABLE, ValueError, RecursionError) as error:
+            name = evaluations.name(file, number)
+            raise UserError(f"--exclude_ngrams_of={evaluations.source}: {name} cannot be read: {error}") from error
 
 
 def _strings(record: object) -> Iterator[str]:
