@@ -54,7 +54,7 @@ def _problem(message: Message) -> str | None:
     if message["role"] != "assistant" or not isinstance(content, list):
         return "has no text as its content"
     for part in content:
-        if not (isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)):
+        if not (isinstance(part, dict) and part.get("type") in (*PARTS,) and isinstance(part.get("text"), str)):
             return f"has a part other than {', '.join(PARTS)} with a text"
     return None if any(part["text"].strip() for part in content) else "is empty"
 

@@ -54,6 +54,7 @@ U, A = message("user", "x"), message("assistant", "y")
         ([U, message("assistant", None)], r"message 2 \(assistant\) has no text"),
         ([message("user", [{"type": "text", "text": "x"}])], r"message 1 \(user\) has no text"),
         ([U, message("assistant", [{"type": "image", "text": "x"}])], "has a part other than"),
+        ([U, message("assistant", [{"type": ["text"], "text": "x"}])], "has a part other than"),
         ([U, message("assistant", [])], r"message 2 \(assistant\) is empty"),
     ],
 )
