@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from configs.command_line import Exit, parse
-from configs.messages import LOGGER, show_messages
+from configs.messages import LOGGER, outlive_the_log, show_messages
 from configs.schema import Config, FilePath, NotNegative, UserError, with_options
 from configs.validation import require_steps
 from data.dataset import open_text
@@ -155,6 +155,7 @@ def device_memory(arguments: Arguments, devices: list) -> int:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
+    outlive_the_log("stdout")  # its messages; the results are in the folder
     folder = Path(arguments.out or f"runs/{config.name}-tune")
     with RunLock(folder) as lock, Stop() as stop:
         if arguments.topology:

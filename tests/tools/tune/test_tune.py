@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import jax
@@ -12,7 +14,7 @@ from configs.messages import LOGGER
 from configs.schema import options
 from configs.validation import validate
 from hosts.runtime import run_command
-from tests.test_train import write_folder
+from tests.test_train import ROOT, write_folder
 from tools.tune import __main__ as tune
 from tools.tune import learning, speed
 from tools.tune.trial import Context
@@ -145,6 +147,28 @@ def test_a_mistake_is_one_message_and_code_2(pretended, monkeypatch, capsys, arg
     for stages in arguments:
         assert run(monkeypatch, *TUNE, "--out=mistaken", "--memory=1", *stages.split()) == 2
     assert message in capsys.readouterr().err
+
+
+STOPPED = """
+from hosts.runtime import run_command
+from tools.tune import __main__ as command
+
+def stopped(*_):
+    command.LOGGER.info("stopped in trunk after step 8")
+    raise SystemExit(130)
+
+command.tune = stopped
+run_command(command.main)
+"""
+
+
+def test_a_ctrl_c_that_also_ends_the_reader_of_the_log_ends_with_130(folder):
+    """A shell sends Ctrl-C to `python -m tools.tune | tee log` and to tee, which ends at once."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", STOPPED, *TUNE, "--out=piped"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=folder, env=environment, stdout=pipe).returncode == 130
 
 
 def test_the_fit_for_absent_devices_shows_its_decision(pretended, monkeypatch, capsys):
