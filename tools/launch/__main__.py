@@ -6,6 +6,7 @@
 import sys
 
 from configs.command_line import Exit, exit_code_of, parse_arguments
+from configs.messages import outlive_the_log
 from configs.schema import UserError
 from tools.launch import k8s, sbatch, sky, tpu
 from tools.launch.shell import Trouble, warn
@@ -28,6 +29,8 @@ def main(argv: list[str]) -> int:
     command, options = scheduler.COMMANDS[words[1]]
     program = f"python -m tools.launch {words[0]} {words[1]}"
     parsed = parse_arguments(command.__doc__, options, words[2:], program)
+    if scheduler is tpu and not parsed.dry_run:
+        outlive_the_log("stdout", "stderr")  # an error there would leave machines that cost money
     try:
         return command(parsed, train) or Exit.COMPLETE
     except Trouble as trouble:

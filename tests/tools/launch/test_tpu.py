@@ -182,6 +182,29 @@ def test_a_preempted_slice_is_replaced_and_the_watcher_s_events_run_the_user_s_c
     assert events == ["tiny preempted", "tiny unavailable", "tiny preempted", "tiny over"]
 
 
+def test_a_log_whose_reader_has_ended_ends_no_watch(repository, cloud):
+    repository.plan(["wait", "wait"], [0, 0])
+    of_two_hosts = "import sys, tools.launch.job as job; job.Hardware.hosts_per_slice = 2; "
+    command = [
+        sys.executable,
+        "-c",
+        f"{of_two_hosts}from tools.launch.__main__ import main; sys.exit(main(sys.argv[1:]))",
+    ]
+    command += ["tpu", "run", f"--hardware={HARDWARE}", "--project=project", f"--setup={repository.setup}", "--zones"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    watcher = subprocess.Popen(
+        [*command, *ZONES, "--", "--config=tiny.py", BUCKET],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    started(repository)()
+    watcher.stdout.close()
+    cloud.take()
+    assert watcher.wait() == 0
+    assert repository.counts() == [2, 2] and not cloud.left()
+
+
 def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
     """Its slice remains ACTIVE."""
     repository.plan(["wait", "wait"], [0, 0])
