@@ -81,9 +81,13 @@ def noise(context: Context) -> None:
         record.decide(Decision("noise", says, "not done", {}))
         return
     done = max(map(int, record.pieces_of("noise")), default=0)
-    reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
+    begun = record.pieces_of("branch")
+    stays = "plan" in begun and not any(name.startswith(TRUNK) for name in begun)  # they start from this checkpoint
+    left = 0 if stays else record.left
+    reached = [point for point in points(config.steps) if (point - done) * size <= left]
     for point in points(config.steps)[len(reached) :][:1]:
-        LOGGER.info(f"noise: training to {record.share(point * size)} of the tokens would exceed the budget")
+        why = "is not possible: branches have begun before it" if stays else "would exceed the budget"
+        LOGGER.info(f"noise: training to {record.share(point * size)} of the tokens {why}")
     if reached and reached[-1] > done and context.train(TRUNK, measured, reached[-1]) is None:
         raise UserError("the run gives up in its first tenth; find lower rates: --stages=rate")
     lines = read_metrics(context.folder / TRUNK)
@@ -232,9 +236,9 @@ def branch(context: Context, rate: float) -> None:
 def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
     """Return the step of the checkpoint to branch from, and its folder. Train it if `noise` did not."""
     record, size = context.record, config.batch.tokens_per_step
-    if rate == 1 and record.pieces_of("noise"):
-        return max(map(int, record.pieces_of("noise"))), context.folder / TRUNK
     name = f"{TRUNK}-x{rate:g}"
+    if rate == 1 and record.pieces_of("noise") and f"branch/{name}" not in record.pieces:
+        return max(map(int, record.pieces_of("noise"))), context.folder / TRUNK
     later = branch_needs(config, trunk=True)
     affordable = [point for point in points(config.steps) if point * size + later <= record.left]
     start = max(affordable, default=points(config.steps)[0])

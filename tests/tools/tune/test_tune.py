@@ -212,3 +212,26 @@ def test_no_budget_is_exceeded(folder, pretended, monkeypatch, budget, done):
     assert sum(taken) + timed <= record["spent"] * record["run_tokens"] <= budget * record["run_tokens"]
     decided = [decision["stage"] for decision in record["decisions"] if decision["kind"] != "not done"]
     assert done is None or decided == done.split()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stages", ["noise,branch", "branch"])
+def test_a_larger_budget_keeps_the_beginning_that_branches_start_from(folder, pretended, monkeypatch, stages):
+    """A trial's folder has its newest checkpoint alone."""
+    newest, interrupts = {}, [KeyboardInterrupt]
+
+    def train(self, name, config, until, origin=None):
+        assert not origin or newest[origin.folder.name] == origin.saved
+        if "x2" in name and interrupts:
+            raise interrupts.pop()
+        newest[name] = until
+        return {}
+
+    monkeypatch.setattr(Context, "train", train)
+    monkeypatch.setattr(Context, "held_out", (None, [None] * 4, None))
+    monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
+    monkeypatch.setattr(learning, "read_metrics", lambda run_dir: [])
+    command = (*TUNE, "--memory=1", "--steps=4000", "--eval.tokens=512", f"--out=larger-{stages}")
+    assert run(monkeypatch, *command, f"--stages={stages}", "--budget=4.9%") == 130
+    assert run(monkeypatch, *command, "--stages=noise,branch", "--budget=20%") == 0
+    assert "branch/x4-linear" in newest
