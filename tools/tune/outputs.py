@@ -29,18 +29,16 @@ def write_tuned(config: Config, record: Record, command: str, devices: Sequence[
     default, before, after = (options(each) for each in (Config(name=name), config, tuned))
     same = {key: value for key, value in after.items() if value == before[key] and value != default[key]}
     decisions = "\n".join(f"{made.stage} ({made.kind}): {made.says}" for made in record.decisions.values())
-    decisions = decisions.replace("\\", "/").replace('"""', "'''")
+    says = f"{command}\n\n{decisions}".replace('"""', "'''")
     listed = "".join(
         f"    {key!r}: {value!r},\n" for key, value in same.items() if key not in ("name", "run_dir", "resume")
     )
     changed = "".join(
         f"    {key!r}: {value!r},  # it was {before[key]!r}\n" for key, value in after.items() if value != before[key]
     )
-    text = f'''"""{config.name}, as tools.tune chose it ({time.strftime("%Y-%m-%d")}).
+    text = f'''r"""{config.name}, as tools.tune chose it ({time.strftime("%Y-%m-%d")}).
 
-{command}
-
-{decisions}
+{says}
 """
 
 # ruff: noqa: E501

@@ -176,7 +176,9 @@ def test_the_fit_for_absent_devices_shows_its_decision(pretended, monkeypatch, c
     monkeypatch.setattr(LOGGER, "handlers", [])
     monkeypatch.setattr(tune, "devices_of", lambda topology: jax.devices()[:1])
     pretended(0.01)
-    assert run(monkeypatch, *TUNE, "--out=absent", "--memory=1", "--stages=fit", "--topology=v5e:2x2") == 0
+    hook = r'--log.on_event=echo """\N"'
+    assert run(monkeypatch, *TUNE, hook, "--out=absent", "--memory=1", "--stages=fit", "--topology=v5e:2x2") == 0
+    assert load_config("absent/tuned.py")[0].log.on_event == hook.removeprefix("--log.on_event=")
     assert "train: python train.py --config=absent/tuned.py" in capsys.readouterr().out
 
 
