@@ -1,5 +1,6 @@
 """Preparation of a dataset folder: checking, resuming, and recording it in dataset.json."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -258,5 +259,13 @@ def _only_one(out: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{out} cannot be made or written to: {error}") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{out} is being prepared by another process: waiting for it", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            print(f"{out} is on a disk without locks: only one process may prepare it", file=sys.stderr)
         yield

@@ -1,11 +1,13 @@
 """Test that damaged data and mistakes end in one message, are counted, or are repaired."""
 
 import errno
+import fcntl
 import io
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -220,6 +222,13 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
     prepare(preparation(prepared), tmp_path / "out")
     for path in (prepared / "made").rglob("*.*"):
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
+
+
+def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[BlockingIOError, None, OSError(errno.ENOSYS, "")]))
+    for name, says in (("busy", "is being prepared by another process"), ("lustre", "is on a disk without locks")):
+        prepare(preparation(prepared), tmp_path / name)
+        assert f"{tmp_path / name} {says}" in capfd.readouterr().err
 
 
 def test_what_killed_processes_left_is_removed(prepared, tmp_path, monkeypatch):
