@@ -113,10 +113,11 @@ def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator
                     include_columns=[column] if column in names else None,
                 ),
             )
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or incomplete: {error}") from error
     _require_text(file, column, dict(zip(table.schema.names, table.schema.types)), nested)
-    yield from enumerate((content for batch in batches for content in _contents(batch.column(column))), 1)
+    at = table.schema.names.index(column)  # the first of that name
+    yield from enumerate((content for batch in batches for content in _contents(batch.column(at))), 1)
 
 
 def rows(

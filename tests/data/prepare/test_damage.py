@@ -130,6 +130,22 @@ def test_a_damaged_table_is_refused_and_named(tmp_path, content, message):
         texts_of(tmp_path / "x.parquet")
 
 
+def test_a_csv_of_one_endless_line_is_refused_and_named(tmp_path):
+    (tmp_path / "x.csv").write_text("x" * 200_000)
+    with pytest.raises(UserError, match=r"x\.csv: not \.csv, or incomplete: field larger"):
+        texts_of(tmp_path / "x.csv")
+
+
+def test_the_first_of_columns_with_one_name_is_read(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "x.csv").write_text("text,text\none,two\n")
+    pq.write_table(table, tmp_path / "x.parquet")
+    for kind in ("arrow", "csv", "parquet"):
+        assert texts_of(tmp_path / f"x.{kind}") == ["one"]
+
+
 def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(TABLE)
     batches = pq.ParquetFile.iter_batches
