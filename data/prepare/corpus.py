@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.json
 from fsspec.spec import AbstractBufferedFile
 
-from configs.retry import StorageLost, patiently
+from configs.retry import StorageLost, passes, patiently
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_stdlib import conversations_of
@@ -90,7 +90,9 @@ class Corpus:
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
-            raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
+            # pyarrow's errors of damaged content have no number.
+            lost = isinstance(error, OSError) and error.errno is not None and passes(error)
+            raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
 
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""

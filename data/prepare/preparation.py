@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from configs.retry import StorageLost, passes
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, NotNegative, Positive, UserError
 from configs.validation import check_types
 from data.prepare.corpus import Corpus
@@ -101,12 +102,13 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, wher
     """Make the dataset in `out`, or its missing parts. Its bytes do not depend on interruptions.
 
     `max_files`: take only this many of the source's files; more can follow. Raise UserError for text that is missing,
-    damaged or too little, and if `out` contains something else.
+    damaged or too little, and if `out` contains something else; StorageLost if a disk or a store fails.
     """
     try:
         _prepare(check_types(settings), out, max_files, where.open(out))
     except OSError as error:  # errors of reading the text are UserErrors already
-        raise UserError(f"{out} cannot be written: {error}; the same command continues once it can") from error
+        lost = StorageLost if passes(error) else UserError
+        raise lost(f"{out} cannot be written: {error}; the same command continues once it can") from error
 
 
 def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str) -> Path:

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 import data.dataset_folder
 import data.prepare.preparation
 import data.prepare.shard_layout
+from configs.retry import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
 from data.packing import load_plan
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, prepare
+from data.prepare.preparation import Preparation, Where, prepare
 from data.shards import write_shard
 from tests.data.preparations import write_files
 
@@ -238,6 +239,13 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
     prepare(preparation(prepared), tmp_path / "out")
     for path in (prepared / "made").rglob("*.*"):
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("function", ["corpus.open_source", "parts.write_whole"])
+def test_a_disk_that_fails_during_a_preparation_is_lost(prepared, tmp_path, monkeypatch, function):
+    monkeypatch.setattr(f"data.prepare.{function}", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(StorageLost, match="Input/output error"):
+        prepare(preparation(prepared), tmp_path / "made", where=Where(workers=1))
 
 
 def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
