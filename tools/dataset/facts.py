@@ -1,6 +1,7 @@
 """Read the facts of datasets: documents, repeats, their packing into rows, and documents' names in the source."""
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -127,12 +128,13 @@ def names_of(dataset: Dataset, beginnings: Collection[tuple[int, str]]) -> dict[
     names: dict[tuple[int, str], str] = {}
     for corpus in _sources(dataset):
         for file in progress(corpus.files, unit="files", desc="naming documents"):
-            for document in corpus.documents(file):
-                text = "".join(corpus.texts(document.text)) if document.text else ""
-                size = len(text.encode())
-                for beginning in by_size.get(size, ()):
-                    if text.startswith(beginning.rstrip("\ufffd")):  # the cut may be inside a letter
-                        names.setdefault((size, beginning), document.name)
+            with suppress(UserError):  # a damaged file, which --max_files left out
+                for document in corpus.documents(file):
+                    text = "".join(corpus.texts(document.text)) if document.text else ""
+                    size = len(text.encode())
+                    for beginning in by_size.get(size, ()):
+                        if text.startswith(beginning.rstrip("\ufffd")):  # the cut may be inside a letter
+                            names.setdefault((size, beginning), document.name)
     return names
 
 

@@ -16,6 +16,7 @@ from data.shards import write_shard
 from data.tokenizer import train_tokenizer
 from hosts.runtime import cache_dir
 from tests.chromium import PROGRAM, Chromium
+from tests.data.preparations import write_files
 from tools.dataset.facts import Facts, read_facts
 from tools.dataset.page import dataset_page
 
@@ -115,6 +116,14 @@ def test_listed_documents_name_their_files_while_the_source_is_unchanged(tmp_pat
     assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
     page = (tmp_path / "data" / "dataset.html").read_text()
     assert "tokens: file not known" in page and ".txt</p>" not in page
+
+
+def test_a_damaged_file_that_is_not_prepared_yet_does_not_matter(tmp_path, monkeypatch):
+    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(60))
+    source = write_files(tmp_path / "text", {"a.jsonl": lines, "b.jsonl.gz": b"cut"})
+    prepare(Preparation(source=source, vocab_size=266, val_fraction=0.3), tmp_path / "data", max_files=1)
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
+    assert "tokens: a.jsonl line " in (tmp_path / "data" / "dataset.html").read_text()
 
 
 def test_for_conversations_it_counts_and_marks_the_learned_tokens(tmp_path, monkeypatch, capsys):
