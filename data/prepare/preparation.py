@@ -165,6 +165,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
     files = corpus.files[: held_out + max_files if max_files else None]
     if record.exists() and _is_complete(_continued(out, made_from), files):
         return  # without a lock, for a folder that may only be read
+    given = load_tokenizer(settings.tokenizer) if settings.tokenizer and not record.exists() else None
+    _ = given and given.bos  # an error here leaves no folder
     with _only_one(out):
         facts = _continued(out, made_from)
         if _is_complete(facts, files):
@@ -187,7 +189,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
         if "tokenizer" not in facts:
             threshold = 0.0 if held_out else held_out_threshold(corpus, files, settings.val_fraction)
             options = settings.vocab_size, settings.sample_bytes, threshold, excluded
-            given = settings.tokenizer and load_tokenizer(settings.tokenizer)
+            given = given or (settings.tokenizer and load_tokenizer(settings.tokenizer))
             tokenizer = given or sampled_tokenizer(corpus, files, *options)
             if corpus.conversations and tokenizer.missing_chat_tokens:
                 lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens

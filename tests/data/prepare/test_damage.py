@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 import data.dataset_folder
 import data.prepare.preparation
@@ -276,6 +277,15 @@ def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
     path.write_text(path.read_text().replace("{", "{ ", 1))
     with pytest.raises(UserError, match="tokenizer is not the first shards"):
         prepare(preparation(folder), folder / "made")
+
+
+def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    words.save(str(tmp_path / "words.json"))
+    for name, message in (("none.json", "no readable tokenizer"), ("words.json", "no token that starts a document")):
+        with pytest.raises(UserError, match=message):
+            prepare(replace(preparation(prepared), tokenizer=str(tmp_path / name)), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path):
