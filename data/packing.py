@@ -213,9 +213,10 @@ def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
                     os.fsync(file.fileno())
         partial.rename(folder)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
         if not folder.exists():  # otherwise another process was first, with the same plan
             raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_plan(folder: Path) -> Plan:

@@ -1,6 +1,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -105,3 +106,13 @@ def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):
     assert [path.name for path in (tmp_path / "plans").iterdir()] == ["x"]
     save_plan([plan_rows("whole", np.array([0, 9]), 20, 8, drop=True)], tmp_path / "empty")
     assert [a.tolist() for a in load_plan(tmp_path / "empty")] == [[0], [], []]
+
+
+def test_a_plan_that_is_interrupted_leaves_nothing(tmp_path):
+    def stretches():
+        yield plan_rows("whole", np.array([0, 3]), 6, 8)
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        save_plan(stretches(), tmp_path / "plan")
+    assert not list(tmp_path.iterdir())
