@@ -10,7 +10,7 @@ import tyro
 from etils import epath
 
 from configs.command_line import Exit, parse_arguments
-from configs.retry import first_line
+from configs.retry import StorageLost, first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
 from run.record import at_hand
@@ -43,6 +43,8 @@ def main() -> int:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
             verdict = f"{checkpoints.scores.get(step, math.nan):9.4f} {hours:10.1f}  verified"
+        except StorageLost:
+            raise
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
