@@ -16,6 +16,7 @@ from jaxtyping import Int
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from configs.files import write_whole
+from configs.retry import StorageLost, patiently
 from configs.schema import UserError
 
 BOS = "<|bos|>"
@@ -150,10 +151,12 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     path = Path(os.path.expanduser(name))
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     try:
-        tokenizer = TextTokenizer(path.read_bytes().decode())
+        tokenizer = TextTokenizer(patiently(str(path), path.read_bytes).decode())
         if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
             tokenizer = TextTokenizer(tokenizer.json.replace(tokenizer._template, "null"))
         _ = tokenizer.library
+    except StorageLost:
+        raise
     except Exception as error:  # the library has no exception type for parse errors
         raise UserError(f"{name}: no readable tokenizer.json ({error})") from error
     return tokenizer
