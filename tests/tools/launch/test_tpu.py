@@ -184,25 +184,16 @@ def test_a_preempted_slice_is_replaced_and_the_watcher_s_events_run_the_user_s_c
 
 def test_a_log_whose_reader_has_ended_ends_no_watch(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
-    of_two_hosts = "import sys, tools.launch.job as job; job.Hardware.hosts_per_slice = 2; "
-    command = [
-        sys.executable,
-        "-c",
-        f"{of_two_hosts}from tools.launch.__main__ import main; sys.exit(main(sys.argv[1:]))",
-    ]
-    command += ["tpu", "run", f"--hardware={HARDWARE}", "--project=project", f"--setup={repository.setup}", "--zones"]
+    code = "import sys, tools.launch.__main__ as it, tools.launch.job as job; job.Hardware.hosts_per_slice = 2; "
+    code += "sys.exit(it.main(sys.argv[1:]))"
+    words = f"tpu run --hardware={HARDWARE} --project=project --zones {ZONES[0]} -- --config=tiny.py {BUCKET}".split()
+    command = [sys.executable, "-c", code, *words[:2], f"--setup={repository.setup}", *words[2:]]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    watcher = subprocess.Popen(
-        [*command, *ZONES, "--", "--config=tiny.py", BUCKET],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    watcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started(repository)()
     watcher.stdout.close()
     cloud.take()
-    assert watcher.wait() == 0
-    assert repository.counts() == [2, 2] and not cloud.left()
+    assert watcher.wait() == 0 and repository.counts() == [2, 2] and not cloud.left()
 
 
 def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):

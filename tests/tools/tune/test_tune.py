@@ -149,24 +149,12 @@ def test_a_mistake_is_one_message_and_code_2(pretended, monkeypatch, capsys, arg
     assert message in capsys.readouterr().err
 
 
-STOPPED = """
-from hosts.runtime import run_command
-from tools.tune import __main__ as command
-
-def stopped(*_):
-    command.LOGGER.info("stopped in trunk after step 8")
-    raise SystemExit(130)
-
-command.tune = stopped
-run_command(command.main)
-"""
-
-
 def test_a_ctrl_c_that_also_ends_the_reader_of_the_log_ends_with_130(folder):
     """A shell sends Ctrl-C to `python -m tools.tune | tee log` and to tee, which ends at once."""
     reader, pipe = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", STOPPED, *TUNE, "--out=piped"]
+    code = "from tools.tune import __main__ as it; it.tune = lambda *_: it.LOGGER.info('stopped') or exit(130)"
+    command = [sys.executable, "-c", f"{code}; it.run_command(it.main)", *TUNE, "--out=piped"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, cwd=folder, env=environment, stdout=pipe).returncode == 130
 
@@ -219,21 +207,17 @@ def test_no_budget_is_exceeded(folder, pretended, monkeypatch, budget, done):
 @pytest.mark.medium
 @pytest.mark.parametrize("stages", ["noise,branch", "branch"])
 def test_a_larger_budget_keeps_the_beginning_that_branches_start_from(folder, pretended, monkeypatch, stages):
-    """A trial's folder has its newest checkpoint alone."""
-    newest, interrupts = {}, [KeyboardInterrupt]
+    newest, interrupts = {}, [KeyboardInterrupt]  # a trial's folder has its newest checkpoint alone
 
     def train(self, name, config, until, origin=None):
         assert not origin or newest[origin.folder.name] == origin.saved
         if "x2" in name and interrupts:
             raise interrupts.pop()
-        newest[name] = until
-        return {}
+        return newest.update({name: until}) or {}
 
-    monkeypatch.setattr(Context, "train", train)
-    monkeypatch.setattr(Context, "held_out", (None, [None] * 4, None))
-    monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
+    for name, value in {"train": train, "held_out": (0, [0], 0), "evaluated": lambda self, params: [3.0]}.items():
+        monkeypatch.setattr(Context, name, value)
     monkeypatch.setattr(learning, "read_metrics", lambda run_dir: [])
     command = (*TUNE, "--memory=1", "--steps=4000", "--eval.tokens=512", f"--out=larger-{stages}")
     assert run(monkeypatch, *command, f"--stages={stages}", "--budget=4.9%") == 130
-    assert run(monkeypatch, *command, "--stages=noise,branch", "--budget=20%") == 0
-    assert "branch/x4-linear" in newest
+    assert run(monkeypatch, *command, "--stages=noise,branch", "--budget=20%") == 0 and "branch/x4-linear" in newest
