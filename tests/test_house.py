@@ -4,7 +4,7 @@ from tests.house import closure, counts
 
 BOUNDS = {
     "lines outside tests": 27_120,
-    "lines of tests": 20_650,
+    "lines of tests": 20_690,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 70,

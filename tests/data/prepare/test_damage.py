@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 import data.dataset_folder
 import data.prepare.preparation
@@ -133,6 +134,22 @@ def test_a_damaged_table_is_refused_and_named(tmp_path, content, message):
         texts_of(tmp_path / "x.parquet")
 
 
+def test_a_csv_of_one_endless_line_is_refused_and_named(tmp_path):
+    (tmp_path / "x.csv").write_text("x" * 200_000)
+    with pytest.raises(UserError, match=r"x\.csv: not \.csv, or incomplete: field larger"):
+        texts_of(tmp_path / "x.csv")
+
+
+def test_the_first_of_columns_with_one_name_is_read(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "x.csv").write_text("text,text\none,two\n")
+    pq.write_table(table, tmp_path / "x.parquet")
+    for kind in ("arrow", "csv", "parquet"):
+        assert texts_of(tmp_path / f"x.{kind}") == ["one"]
+
+
 def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(TABLE)
     batches = pq.ParquetFile.iter_batches
@@ -243,10 +260,11 @@ def test_a_disk_that_fails_during_a_preparation_is_lost(prepared, tmp_path, monk
         prepare(preparation(prepared), tmp_path / "made", where=Where(workers=1))
 
 
-def test_a_preparation_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "")))
-    prepare(preparation(prepared), tmp_path / "made")
-    assert "is on a disk without locks" in capfd.readouterr().err
+def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[BlockingIOError, None, OSError(errno.ENOSYS, "")]))
+    for name, says in (("busy", "is being prepared by another process"), ("lustre", "is on a disk without locks")):
+        prepare(preparation(prepared), tmp_path / name)
+        assert f"{tmp_path / name} {says}" in capfd.readouterr().err
 
 
 def test_what_killed_processes_left_is_removed(prepared, tmp_path, monkeypatch):
@@ -273,9 +291,12 @@ def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
 
 
 def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
-    with pytest.raises(UserError, match="no readable tokenizer"):
-        prepare(replace(preparation(prepared), tokenizer="/nowhere"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    words.save(str(tmp_path / "words.json"))
+    for name, message in (("none.json", "no readable tokenizer"), ("words.json", "no token that starts a document")):
+        with pytest.raises(UserError, match=message):
+            prepare(replace(preparation(prepared), tokenizer=str(tmp_path / name)), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path):

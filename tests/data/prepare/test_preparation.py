@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import sys
@@ -334,10 +335,18 @@ def test_documents_with_13_words_of_an_evaluation_are_left_out_and_counted(split
     assert len(kept) == 16 and not any(text.startswith(("text 3 ", "text 4 ")) for text in kept)
 
 
-@pytest.mark.parametrize("name, content", [("x.jsonl", b"not JSON\n"), ("x.jsonl.gz", b"")])
-def test_a_damaged_evaluation_is_named(splits, tmp_path, name, content):
+@pytest.mark.parametrize(
+    ("name", "content", "damaged"),
+    [
+        ("x.jsonl", b'{"text": "one"}\nnot JSON\n', r"x\.jsonl line 2"),
+        ("x.jsonl.gz", b"", r"x\.jsonl\.gz line 1"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9)[:-9], r"x\.jsonl\.gz line"),
+        ("x.md", b"\xff" * 2**21, r"x\.md#00000000"),
+    ],
+)
+def test_a_damaged_evaluation_is_named(splits, tmp_path, name, content, damaged):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{name}: {name} line 1 cannot be read: "):
+    with pytest.raises(UserError, match=rf"--exclude_ngrams_of=.*{damaged}.* cannot be read: "):
         prepare(replace(splits, exclude_ngrams_of=str(tmp_path / name)), tmp_path / "out")
 
 
