@@ -96,6 +96,16 @@ def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
     assert sorted(length - int(rows[i]["weights"].sum()) for i in range(len(rows))) == sorted(left)
 
 
+def test_a_plan_that_is_interrupted_leaves_nothing(tmp_path):
+    def stretches():
+        yield plan_rows("whole", np.array([0, 3]), 6, 8)
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        save_plan(stretches(), tmp_path / "plan")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):
     plan = plan_rows("best_fit", np.array([0, 7, 9]), 30, 8)
     for _ in range(2):
@@ -106,13 +116,3 @@ def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):
     assert [path.name for path in (tmp_path / "plans").iterdir()] == ["x"]
     save_plan([plan_rows("whole", np.array([0, 9]), 20, 8, drop=True)], tmp_path / "empty")
     assert [a.tolist() for a in load_plan(tmp_path / "empty")] == [[0], [], []]
-
-
-def test_a_plan_that_is_interrupted_leaves_nothing(tmp_path):
-    def stretches():
-        yield plan_rows("whole", np.array([0, 3]), 6, 8)
-        raise SystemExit(143)
-
-    with pytest.raises(SystemExit):
-        save_plan(stretches(), tmp_path / "plan")
-    assert not list(tmp_path.iterdir())
