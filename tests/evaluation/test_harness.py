@@ -177,11 +177,15 @@ def test_a_text_without_room_and_unknown_options_are_refused(requests):
 def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeypatch, capsys):
     """Use a small, random GPT-2."""
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 256, "vocab_size": tokenizer().vocab_size}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer().bos)
-    make = lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids))
-    make().save_pretrained(tmp_path / "gpt2")
+
+    def save(seed: int) -> None:
+        torch.manual_seed(seed)  # the harness sets it, too
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).save_pretrained(tmp_path / "gpt2")
+
+    save(0)
     spelled = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer().library, eos_token=BOS, pad_token=BOS)
     spelled.save_pretrained(tmp_path / "gpt2")
     (tmp_path / "tasks").mkdir()
@@ -193,7 +197,7 @@ def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeyp
     (items,) = tmp_path.glob("out/harness/network/tiny_schema/tiny_schema.jsonl")
     assert items.with_name("tasks.png").exists()
     before = items.read_text()
-    make().save_pretrained(tmp_path / "gpt2")
+    save(1)
     assert evaluate.main() == 0 and items.read_text() != before  # no answer is another network's
     (tmp_path / "gpt2" / "harness").touch()
     monkeypatch.setattr(sys, "argv", sys.argv[:-1])
