@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from configs.schema import GroupConfig, OptimizerConfig
-from run.diagnosis import BLOCKS, WINDOW, Diagnosis, from_moments, noise_scale
+from run.diagnosis import BLOCKS, WINDOW, Diagnosis, T, from_moments, noise_scale
 
 
 def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -27,6 +28,10 @@ def test_a_signal_that_may_be_zero_gives_a_lower_bound():
     assert bound and bound.high == math.inf and 0 < bound.low < 1000 / 0.02
     negative = noise_scale([-1.0] * 20, [3.0] * 20)  # negative values are reported as they come
     assert negative and negative.value == negative.high == math.inf
+
+
+def test_the_quantile_is_student_s():
+    assert pytest.approx(stdtrit(BLOCKS - 1, 0.975), rel=1e-14) == T
 
 
 def test_few_steps_give_none():
