@@ -29,7 +29,7 @@ def test_one_json_line_follows_the_profile(monkeypatch, capsys):
     times, shares = zip(*[(float(row.split()[0]), float(row.split()[1].rstrip("%"))) for row in rows])
     assert list(times) == sorted(times, reverse=True) and times[0] > 0
     assert sum(shares) <= 100.5 and sum(times) <= 1.01 * float(total.split()[0]) + 0.2
-    assert any("dot_general" in row for row in rows)
+    assert any("jvp()" in row for row in rows)  # names in JAX. Which instructions are slow depends on the machine.
 
 
 @pytest.mark.medium
