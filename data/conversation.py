@@ -4,16 +4,13 @@
 
 A system message goes before the first user's text. An assistant's content may have parts: text, a call of Python
 between <|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. A network
-learns an assistant's tokens: its text, its calls and its ends. The tokens determine which targets count; no mask is
-stored.
+learns an assistant's tokens: its text, its calls and its ends. The tokens determine which targets count
+(`data.packing.learned`); no mask is stored.
 """
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
-from jaxtyping import Bool, Integer
 
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 
@@ -99,12 +96,3 @@ def render(
         pieces.append(special["<|assistant_start|>"])
     encoded = iter((encode or tokenizer.encode)([piece for piece in pieces if isinstance(piece, str)]))
     return [token for piece in pieces for token in (next(encoded) if isinstance(piece, str) else [piece])]
-
-
-def learned(tokens: Integer[np.ndarray, "tokens"], special: dict[str, int]) -> Bool[np.ndarray, "tokens"]:
-    """Return which tokens an assistant writes. The tokens begin outside its turns. `special`: the tokenizer's ids
-    of `CHAT_TOKENS`."""
-    _, _, start, end, _, _, output_start, output_end = (tokens == special[name] for name in CHAT_TOKENS)
-    in_answer = np.cumsum(start) - start > np.cumsum(end) - end
-    in_output = np.cumsum(output_start) > np.cumsum(output_end) - output_end
-    return in_answer & ~in_output

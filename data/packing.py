@@ -10,11 +10,11 @@ from typing import NamedTuple, TypedDict
 from uuid import uuid4
 
 import numpy as np
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 
 from configs.schema import UserError
-from data.conversation import learned
 from data.shards import TokenStream
+from data.tokenizer import CHAT_TOKENS
 
 
 class Row(TypedDict):
@@ -110,6 +110,15 @@ class PlannedRows:
         if self.chat_tokens:
             weights = learned(np.append(inputs, targets[-1]), self.chat_tokens)[1:].astype(np.float32)
         return Row(inputs=inputs, targets=targets, weights=weights)
+
+
+def learned(tokens: Integer[np.ndarray, "tokens"], special: dict[str, int]) -> Bool[np.ndarray, "tokens"]:
+    """Return which tokens an assistant writes. The tokens begin outside its turns. `special`: the tokenizer's ids
+    of `CHAT_TOKENS`."""
+    _, _, start, end, _, _, output_start, output_end = (tokens == special[name] for name in CHAT_TOKENS)
+    in_answer = np.cumsum(start) - start > np.cumsum(end) - end
+    in_output = np.cumsum(output_start) > np.cumsum(output_end) - output_end
+    return in_answer & ~in_output
 
 
 Rows = StreamRows | PlannedRows

@@ -24,7 +24,6 @@ import yaml
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
-from evaluation.results import ItemLog
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
@@ -182,19 +181,19 @@ class Core:
         """The facts, other than the parameters, that the figures depend on."""
 
     def __call__(
-        self, params: dict, log: ItemLog | None = None, say: Callable[[str], Any] = lambda text: None
+        self, params: dict, log: list[dict] | None = None, say: Callable[[str], Any] = lambda text: None
     ) -> dict[str, Any]:
-        """Return the figures. `params`: float32, as after a step. Items in `log` are not scored again. Every process
-        must call it."""
-        log = log or ItemLog()
-        finished = {(line["task"], line["item"]) for line in log.lines}
+        """Return the figures. `params`: float32, as after a step. Items in `log` are not scored again; it gets the
+        others. Every process must call it."""
+        log = [] if log is None else log
+        finished = {(line["task"], line["item"]) for line in log}
         for task in self.tasks:
             left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
             if left:
                 log.extend(self.answered(params, task, left))
-            result = figures([task], log.lines)["tasks"][task.label]
+            result = figures([task], log)["tasks"][task.label]
             say(f"{task.label}: {result['accuracy']:.4f} +- {result['stderr']:.4f} of {result['items']} items")
-        return figures(self.tasks, log.lines, self.name)
+        return figures(self.tasks, log, self.name)
 
     def answered(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the lines of these items."""

@@ -62,7 +62,7 @@ class HarnessNetwork(LM):
     @property
     def answers(self) -> dict[str, dict]:
         """Return the line of each request that is answered."""
-        return {line["request"]: line for line in self.log.lines}
+        return {line["request"]: line for line in self.log}
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each (context, continuation), and whether greedy decoding gives the

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 AT_A_TIME = 32  # lines that a kill may lose. A generated answer may take seconds
 
 
-class ItemLog:
+class ItemLog(list[dict]):
     """A log of lines. Every process has them; the first one writes them to the file, if there is one."""
 
     def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None):
         """Open the log at `path`. Its first line is the `facts` that its items depend on. The lines of an earlier start
         are kept if its facts are the same. Raise UserError if the file cannot be read or written."""
+        super().__init__(on_first_process(lambda: _open(path, facts or {})) if path else [])
         self.path = path
-        self.lines: list[dict] = on_first_process(lambda: _open(path, facts or {})) if path else []
 
     def extend(self, lines: Iterable[dict]) -> None:
         """Add lines, as they come. A kill loses at most `AT_A_TIME` of them."""
@@ -33,7 +33,7 @@ class ItemLog:
         while some := list(islice(iterator, AT_A_TIME)):
             if self.path and jax.process_index() == 0:
                 append_whole(self.path, to_lines(some))
-            self.lines += some
+            super().extend(some)
 
 
 def _open(path: Path, facts: dict[str, Any]) -> list[dict]:

@@ -126,11 +126,11 @@ def measure_text(network: Network, given: str, sources: list[Source], out: str |
 
 def measure_documents(network: Network, scorer: Scorer, sources: Sequence[Source], log: ItemLog) -> list[dict]:
     """Return a line for each document. Those in `log` are not measured again. Every process must call it."""
-    finished = {(line["source"], line["document"]) for line in log.lines}
+    finished = {(line["source"], line["document"]) for line in log}
     for source in sources:
         if left := [document for document in source.documents if (source.name, document.name) not in finished]:
             log.extend({"source": source.name, **line} for line in _lines(network, scorer, left))
-    return log.lines
+    return log
 
 
 def _lines(network: Network, scorer: Scorer, documents: Sequence[Document]) -> Iterator[dict[str, Any]]:

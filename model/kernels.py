@@ -1,12 +1,8 @@
-"""Attention's kernels: the choice of one, the products of scores that it runs, and calls of the libraries' ones.
-
-Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward. A kernel
-that keeps no scores recomputes them, which makes five (arXiv:2205.14135).
-"""
+"""Attention's kernels: the choice of one, and calls of the libraries' ones, which recompute scores backward."""
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,34 +51,6 @@ def attention_kernel(
 def splash_block(length: int) -> int:
     """Return the largest block that divides a row, a multiple of LANES up to BLOCK; 0 if none does."""
     return next((size for size in range(BLOCK, 0, -LANES) if length % size == 0), 0)
-
-
-def visible_blocks(length: int, window: int | None) -> int:
-    """Return how many of splash attention's blocks contain a score that the mask leaves."""
-    block, back = splash_block(length), length if window is None else window
-    ends = range(block, length + 1, block)
-    return sum((end - 1) // block - max(0, end - block - back) // block + 1 for end in ends)
-
-
-class Products(NamedTuple):
-    """Products per score times scores, for one head of a row."""
-
-    forward: float
-    backward: float
-
-
-@cache
-def products(kernel: Kernel, length: int, window: int | None) -> Products:
-    """Return the products that a kernel runs, with masked scores of partly masked blocks and recomputed scores."""
-    if kernel == "splash":  # one backward kernel takes 3 for queries' gradients, another 4 for keys' and values'
-        scores = visible_blocks(length, window) * splash_block(length) ** 2
-        return Products(2 * scores, 7 * scores)
-    if kernel == "cudnn":  # its blocks are small
-        window = min(length if window is None else window, length)
-        scores = window * (length - window / 2)
-        return Products(2 * scores, 5 * scores)
-    scores = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
-    return Products(2 * scores, (4 if kernel == "plain" else 5) * scores)
 
 
 def window_of(config: ModelConfig, layer: int) -> int | None:

@@ -1,7 +1,6 @@
 """Learning rates as functions of the step number, without a counter that could drift; and configs scaled to other
-rates, another length, another batch, or a stage of a ramp. Rates, betas and warmups follow."""
+rates, or to a stage of a ramp, whose rates, betas and warmups follow."""
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -35,15 +34,7 @@ def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
 
 def with_rates(config: Config, factor: float) -> Config:
     """Return the config with every group's peak rate times `factor`."""
-    return _each(config, "peak_rate", lambda rate: rate * factor)
-
-
-def with_steps(config: Config, steps: int) -> Config:
-    """Return the config with `steps` steps. The warmups of rates and of Muon's momentum stay the same share of them."""
-    share = lambda warmup: round(warmup * steps / config.steps)
-    for name in ("warmup_steps", "momentum_warmup_steps"):
-        config = _each(config, name, share)
-    return with_options(config, {"steps": steps})
+    return each(config, "peak_rate", lambda rate: rate * factor)
 
 
 def for_batch(config: Config, factor: float, rule: Rule) -> Config:
@@ -51,16 +42,7 @@ def for_batch(config: Config, factor: float, rule: Rule) -> Config:
     the factor's root or by the factor (`linear`). Second moments keep their half-life in tokens: beta2 to the power of
     the factor (arXiv:2507.07101). First moments and decay are unchanged."""
     config = with_rates(config, factor if rule == "linear" else factor**0.5)
-    return _each(config, "beta2", lambda beta2: beta2**factor)
-
-
-def with_batch(config: Config, factor: float, rule: Rule) -> Config:
-    """Return the config with `factor` times as many tokens per step, and the same total tokens. Rates and second
-    moments follow."""
-    if factor == 1:
-        return config
-    config = for_batch(with_steps(config, math.ceil(config.steps / factor)), factor, rule)
-    return with_options(config, {"batch.tokens_per_step": round(config.batch.tokens_per_step * factor)})
+    return each(config, "beta2", lambda beta2: beta2**factor)
 
 
 def of_stage(config: Config, stage: Stage) -> Config:
@@ -70,12 +52,12 @@ def of_stage(config: Config, stage: Stage) -> Config:
     if config.batch.ramp_scaling != "none" and config.batch.ramp:
         config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)
     for name in ("warmup_steps", "momentum_warmup_steps"):
-        config = _each(config, name, lambda warmup: ramp.tokens(warmup) / size)
+        config = each(config, name, lambda warmup: ramp.tokens(warmup) / size)
     values = {"steps": ramp.tokens(config.steps) / size, "batch.tokens_per_step": size}
     return with_options(config, values)
 
 
-def _each(config: Config, field: str, change: Callable) -> Config:
+def each(config: Config, field: str, change: Callable) -> Config:
     """Return the config with every option of the optimizer of this name changed."""
     values = options(config.optimizer, "optimizer.")
     return with_options(config, {n: change(value) for n, value in values.items() if n.rpartition(".")[2] == field})

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from configs.schema import DataConfig, UserError
-from data.conversation import document_of, learned, messages_of, render, texts_of
+from data.conversation import document_of, messages_of, render, texts_of
 from data.dataset import Text, open_text
 from data.loader import StepBatches
+from data.packing import learned
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import BOS, CHAT_TOKENS, train_tokenizer
 from tests.data import nanochat_conversations

@@ -31,7 +31,7 @@ def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST):
     ours, log = network(devices), ItemLog()
     tasks = [task for task in read_bundle(str(bundle), None) if task.label in labels]
     Core(tasks, tokenizer(), ours.scorer(longest))(ours.params, log)
-    return sorted(log.lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
+    return sorted(log, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 
 def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
@@ -127,16 +127,16 @@ def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle
     log.write_text("".join([facts, *first, '{"task": "schema", "it']))  # a kill leaves half a line
     assert evaluate() == results
     assert log.read_text() == "".join([facts, *lines])
-    assert ItemLog(log, json.loads(facts) | {"step": 4}).lines == []  # another network
+    assert ItemLog(log, json.loads(facts) | {"step": 4}) == []  # another network
 
 
 def test_a_kill_loses_few_lines_and_two_commands_at_once_add_none(tmp_path):
     with pytest.raises(ZeroDivisionError):
         ItemLog(tmp_path / "log", {}).extend({"item": i, "of": 1 // (40 - i)} for i in range(99))
-    assert len(ItemLog(tmp_path / "log", {}).lines) == AT_A_TIME
+    assert len(ItemLog(tmp_path / "log", {})) == AT_A_TIME
     for log in [ItemLog(tmp_path / "both", {}) for _ in range(2)]:
         log.extend([{"item": 1}])
-    assert ItemLog(tmp_path / "both", {}).lines == [{"item": 1}]
+    assert ItemLog(tmp_path / "both", {}) == [{"item": 1}]
 
 
 def test_an_unwritable_folder_and_a_damaged_log_have_different_errors(tmp_path):

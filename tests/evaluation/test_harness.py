@@ -48,7 +48,7 @@ def requests(loaded):
 
 def answering(devices=1, longest=None, log=None, chat=False):
     ours = network(devices, LENGTH, short_window=64)
-    return HarnessNetwork(ours, ours.scorer(longest), log or ItemLog(), chat)
+    return HarnessNetwork(ours, ours.scorer(longest), ItemLog() if log is None else log, chat)
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +80,14 @@ def test_answers_equal_the_harness_own_model_s(requests, answered, hf):
         assert own[0] == pytest.approx(other[0], abs=1e-4), request.args
         assert own[1] == other[1]
     assert {greedy for _, greedy in ours} == {True, False}
-    assert sum(line.get("cut", 0) > 0 for line in log.lines) >= 4
+    assert sum(line.get("cut", 0) > 0 for line in log) >= 4
     texts = answers["generate_until"]
     assert texts == theirs.generate_until(requests["generate_until"]) and len(set(texts)) > 1
     kind = "loglikelihood_rolling"
     assert answers[kind] == pytest.approx(
         hf(add_bos_token=False).loglikelihood_rolling(requests[kind]), rel=1e-6, abs=1e-4
     )
-    assert max(line["tokens"] for line in log.lines if "tokens" in line) > 2 * LENGTH
+    assert max(line["tokens"] for line in log if "tokens" in line) > 2 * LENGTH
 
 
 @pytest.mark.medium

@@ -16,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 from configs.schema import BatchConfig, MeshConfig
 from configs.validation import resolved
-from data.conversation import PARTS, learned, messages_of, render
+from data.conversation import PARTS, messages_of, render
+from data.packing import learned
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network

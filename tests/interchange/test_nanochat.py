@@ -15,7 +15,7 @@ NANOCHAT = os.environ.get("NANOCHAT_DIR")
 pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
-from interchange.folders import turned
+from interchange.formats import turned
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
 from tests.evaluation import core_bundle

@@ -27,7 +27,8 @@ from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.evaluator import make_generate
 from export import largest_difference
-from interchange.folders import beyond_hf, hf_name, own_name, turned, write_hf
+from interchange.folders import beyond_hf, write_hf
+from interchange.formats import hf_name, own_name, turned
 from interchange.init_from import require_same_network
 from model.gpt import GPT
 from model.loss import loss_sums

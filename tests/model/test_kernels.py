@@ -10,14 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from model.attention import attend
-from model.kernels import (
-    attention_kernel,
-    of_one_key_head,
-    products,
-    splash_attention,
-    splash_block,
-    visible_blocks,
-)
+from model.kernels import attention_kernel, of_one_key_head, splash_attention, splash_block
+from tools.plan.step_time import products, visible_blocks
 
 
 @pytest.mark.parametrize(

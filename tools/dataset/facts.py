@@ -10,9 +10,8 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from configs.messages import progress
 from configs.schema import UserError
-from data.conversation import learned
 from data.dataset_folder import Dataset
-from data.packing import FITS, plan_rows
+from data.packing import FITS, learned, plan_rows
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus
 from data.record import read_record

@@ -9,14 +9,15 @@ bench.collectives reads them: the result of an all-gather, the operand of all el
 """
 
 from collections import defaultdict
+from functools import cache
 from typing import NamedTuple
 
-from model.kernels import Kernel, attention_kernel, products, window_of
+from model.kernels import Kernel, attention_kernel, query_spans, splash_block, window_of
 from training.candidate import Candidate
 
 REACHES = {False: ((1.0, 0.75), (0.5, 0.2), (1.0, 0.75)), True: ((0.85, 0.65), (0.45, 0.22), (1.0, 0.75))}
 """Shares of a TPU's and a GPU's figures that matrix products, attention's kernels (counting the products that they run,
-`model.kernels.products`) and passes over memory reach: each at best, and at worst."""
+`products`) and passes over memory reach: each at best, and at worst."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
 AGAIN = {"none": 0, "products": 4, "block": 16}
@@ -182,9 +183,41 @@ def kernel_of(candidate: Candidate) -> Kernel:
     return attention_kernel(platform, machine.capability, candidate.dtype, length, head_dim, documents)
 
 
+def visible_blocks(length: int, window: int | None) -> int:
+    """Return how many of splash attention's blocks contain a score that the mask leaves."""
+    block, back = splash_block(length), length if window is None else window
+    ends = range(block, length + 1, block)
+    return sum((end - 1) // block - max(0, end - block - back) // block + 1 for end in ends)
+
+
+class Products(NamedTuple):
+    """Products per score times scores, for one head of a row."""
+
+    forward: float
+    backward: float
+
+
+@cache
+def products(kernel: Kernel, length: int, window: int | None) -> Products:
+    """Return the products that a kernel runs, with masked scores of partly masked blocks and recomputed scores.
+
+    Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward. A
+    kernel that keeps no scores recomputes them, which makes five (arXiv:2205.14135).
+    """
+    if kernel == "splash":  # one backward kernel takes 3 for queries' gradients, another 4 for keys' and values'
+        scores = visible_blocks(length, window) * splash_block(length) ** 2
+        return Products(2 * scores, 7 * scores)
+    if kernel == "cudnn":  # its blocks are small
+        window = min(length if window is None else window, length)
+        scores = window * (length - window / 2)
+        return Products(2 * scores, 5 * scores)
+    scores = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
+    return Products(2 * scores, (4 if kernel == "plain" else 5) * scores)
+
+
 def attention_flops(candidate: Candidate) -> float:
-    """Return FLOPs of a step on a device: the products that its kernel runs. They include masked scores of partly
-    masked blocks and products that it repeats. If blocks are recomputed, the forward pass counts twice."""
+    """Return FLOPs of a step on a device: the products that its kernel runs. If blocks are recomputed, the forward pass
+    counts twice."""
     model, length, kernel = candidate.config.model, candidate.step[2], kernel_of(candidate)
     forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):

@@ -5,6 +5,7 @@ peak rate times 1/4 to 4, by successive halving of short runs on the same batche
 1/2, 1, 2 and 4 times the batch, from one checkpoint, over the same tokens.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tools.tune.trial import Context, Origin, evaluation_cost
 from tools.tune.tune_json import Decision
 from training.build import build
 from training.mesh import batch_devices, make_mesh
-from training.schedule import Rule, with_batch, with_rates, with_steps
+from training.schedule import Rule, each, for_batch, with_rates
 
 POINTS = (0.01, 0.02, 0.05, 0.1)  # shares of the run's tokens at which the noise scale is read
 UNITS = 8  # the fewest gradients of a step that are compared: micro-batches x replicas
@@ -195,6 +196,23 @@ def rate_decision(rungs: list[tuple[int, dict[float, list[float]]]], steps: int)
         f"The best was {course}{warning}"
     )
     return Decision("rate", says, "measured" if share >= 1 else "extrapolated", {"rate": factor} if factor != 1 else {})
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """Return the config with `steps` steps. The warmups of rates and of Muon's momentum stay the same share of them."""
+    share = lambda warmup: round(warmup * steps / config.steps)
+    for name in ("warmup_steps", "momentum_warmup_steps"):
+        config = each(config, name, share)
+    return with_options(config, {"steps": steps})
+
+
+def with_batch(config: Config, factor: float, rule: Rule) -> Config:
+    """Return the config with `factor` times as many tokens per step, and the same total tokens. Rates and second
+    moments follow."""
+    if factor == 1:
+        return config
+    config = for_batch(with_steps(config, math.ceil(config.steps / factor)), factor, rule)
+    return with_options(config, {"batch.tokens_per_step": round(config.batch.tokens_per_step * factor)})
 
 
 def branch_needs(config: Config, trunk: bool) -> int:

@@ -11,10 +11,11 @@ import numpy as np
 from configs.files import write_picture, write_whole
 from configs.schema import Config, options, with_options
 from hosts.machines import GIB, HEADROOM
+from tools.tune.learning import with_batch
 from tools.tune.speed import rows_that_divide
 from tools.tune.statistics import behind_best, mean
 from tools.tune.tune_json import STAGES, Record
-from training.schedule import with_batch, with_rates
+from training.schedule import with_rates
 
 
 def write_tuned(config: Config, record: Record, command: str, devices: Sequence[Any]) -> None:

@@ -10,9 +10,10 @@ import pytest
 from configs.schema import MeshConfig, OptimizerConfig, options
 from tests.helpers import tiny_config
 from tools.tune import learning, speed
+from tools.tune.learning import with_batch, with_steps
 from tools.tune.speed import MIN_ROUNDS, at_stake, frontier, kinds, meshes
 from tools.tune.statistics import better_half, critical_batch, difference, lowest_of_the_best, mean, slowdowns
-from training.schedule import with_batch, with_rates, with_steps
+from training.schedule import with_rates
 
 
 @pytest.mark.parametrize(
