@@ -28,7 +28,7 @@ from configs.schema import (
     options,
     with_options,
 )
-from interchange.growth import base_of_chat, begun_run
+from interchange.base import base_of_chat, begun_run
 
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")

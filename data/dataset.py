@@ -18,7 +18,7 @@ SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a step's text t
 
 @dataclass(frozen=True)
 class Text:
-    """A run's text: the rows of one dataset, or of a mixture."""
+    """A run's text: the rows of one dataset, or of a mixture. A field is what a run, or a line on its text, needs."""
 
     names: list[str]
     """Names of the datasets, as in `config.source`."""
@@ -26,8 +26,6 @@ class Text:
     val: list[Rows]
     mixture: Mixture
     """The dataset of each training row."""
-    weights: list[float]
-    """Each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
     tokenizer: TextTokenizer
     document_bos: int | None
     """The token that begins documents, if attention is restricted to them (`mask_documents`)."""
@@ -36,6 +34,11 @@ class Text:
     """Number of held-out documents, if every dataset counts them."""
     too_long: str = ""
     """With `packing=whole`: the number of documents longer than a row, and their treatment."""
+
+    @property
+    def weights(self) -> list[float]:
+        """Return each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
+        return mean_shares(self.mixture.stages)
 
     def validation(self, tokens: int, length: int) -> str:
         """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
@@ -124,8 +127,8 @@ def open_text(
     document_bos = tokenizer.bos if config.mask_documents else None
     counts = [dataset.val_documents for dataset in datasets]
     documents = None if None in counts else sum(filter(None, counts))
-    mixture, weights = Mixture(stages, length), mean_shares(stages)
-    return Text(names, train, val, mixture, weights, tokenizer, document_bos, fingerprint, documents, too_long)
+    mixture = Mixture(stages, length)
+    return Text(names, train, val, mixture, tokenizer, document_bos, fingerprint, documents, too_long)
 
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:

@@ -105,7 +105,8 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
 
     begins, mixtures = [], []
     for written, parts in split_source(source):
-        begins.append(_tokens(written) if begins else 0)
+        is_count = begins and re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written)  # 8e9 or 8_000_000_000
+        begins.append(int(min(float(written), 2**63)) if is_count else 0)
         later = "a later stage is `;from=TOKENS,0.7:DIR,0.3:DIR`, in quotes: --data.source='/web;from=8e9,/good'"
         require(begins == [0] or (0 < begins[-1] < 2**63 and parts[0][1] != ""), later)
         require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
@@ -123,8 +124,3 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
 def mean_shares(stages: Sequence[Stage]) -> list[float]:
     """Return each source's mean share over the stages, whatever their lengths: the same for runs of any length."""
     return [float(sum(shares) / len(stages)) for shares in zip(*(stage.shares for stage in stages))]
-
-
-def _tokens(written: str) -> int:
-    """Parse 8e9 or 8_000_000_000. Return 0 for a text that is not a count."""
-    return int(min(float(written), 2**63)) if re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written) else 0

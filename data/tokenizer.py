@@ -1,11 +1,10 @@
-"""Text to tokens: a byte-level BPE trained here, any tokenizer.json, or one of tiktoken's; run by `tokenizers`."""
+"""Text to tokens: by any tokenizer.json, or one of tiktoken's; run by `tokenizers`."""
 
 import hashlib
 import json
 import os
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from configs.files import write_whole
 from configs.retry import StorageLost, patiently
@@ -31,7 +30,6 @@ BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
-LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,13 @@ class TextTokenizer:
         """Return the number of bytes of text of each token; 0 for special tokens."""
         vocab = self.library.get_vocab()
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
-        byte_level = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
+        letters = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
         for token, i in vocab.items():
             if token not in self.special_tokens:
-                sizes[i] = len(token) if byte_level else _text_bytes(token)
+                # In a sentencepiece vocabulary `<0x0A>` is a byte, and `▁` a space.
+                is_byte = token.startswith("<0x") and token.endswith(">")
+                text_bytes = 1 if is_byte else len(token.replace("▁", " ").encode())
+                sizes[i] = len(token) if letters else text_bytes
         return sizes
 
     @property
@@ -162,41 +163,13 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train `vocab_size` tokens: the BOS (id 0), those of conversations, the 256 bytes, merges. Any text round-trips.
-
-    The time of merges grows with the square of a piece's length. So a longer unbroken run of letters or blanks is cut
-    into parts of LONGEST_PIECE characters for training.
-    """
-    tokenizer = _byte_level(models.BPE(), SPLIT)
-    tokenizer.pre_tokenizer = _pieces(SPLIT, f"(?m:.{{{LONGEST_PIECE}}})")
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, *CHAT_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),  # it prints empty lines otherwise
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.pre_tokenizer = _pieces(SPLIT)
-    return TextTokenizer(tokenizer.to_str())
-
-
-def _byte_level(model: models.BPE, split: str) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _pieces(split)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _pieces(*splits: str) -> pre_tokenizers.Sequence:
-    """Return a pre-tokenizer: it cuts text by the expressions in turn, and writes one letter per byte."""
+def byte_level(model: models.BPE, *splits: str) -> Tokenizer:
+    """Return a tokenizer that cuts text by the expressions in turn, and writes one letter per byte."""
     cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
-    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _text_bytes(token: str) -> int:
-    """Return the bytes of a sentencepiece vocabulary's token: `<0x0A>` is a byte, and `▁` a space."""
-    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([*cuts, letters]), decoders.ByteLevel()
+    return tokenizer
 
 
 def _from_tiktoken(name: str) -> TextTokenizer:
@@ -221,7 +194,7 @@ def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[s
     merges = [(spell(a), spell(b)) for a, b in (merged_from(token, ranks) for token in ordered if len(token) > 1)]
     vocab = {spell(token): i for token, i in ranks.items()} | special_tokens
     # As in tiktoken, a word that is a token becomes that token, even if no merges lead to it.
-    tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
+    tokenizer = byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     return TextTokenizer(tokenizer.to_str())
 

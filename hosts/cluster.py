@@ -117,7 +117,8 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Cluster:
     count = int(environ["SLURM_STEP_NUM_TASKS"])
     if count == 1:
         return Cluster("SLURM", 1, -1)
-    tasks = per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environ.get("SLURM_NODEID", 0))]
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # 8(x2),4: 8, 8, 4
+    tasks = [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", 0))]
     # With these SLURM shows a task only its own GPUs.
     bound = (
         "SLURM_GPUS_PER_TASK" in environ
@@ -125,7 +126,9 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Cluster:
         or environ.get("SLURM_GPU_BIND", "none") != "none"
     )
     devices = None if bound else share(gpus, tasks, int(environ["SLURM_LOCALID"]))
-    address = with_port(first_host(environ["SLURM_STEP_NODELIST"]), int(environ["SLURM_JOB_ID"]) % 2**12 + HIGH_PORTS)
+    first = re.split(r",(?![^\[]*\])", environ["SLURM_STEP_NODELIST"])[0]
+    host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)  # node[001-015],host2: node001
+    address = with_port(host, int(environ["SLURM_JOB_ID"]) % 2**12 + HIGH_PORTS)
     return Cluster("SLURM", count, int(environ["SLURM_PROCID"]), address, devices)
 
 
@@ -175,18 +178,6 @@ def split_address(address: str) -> tuple[str, str]:
 def with_port(host: str, port: str | int) -> str:
     """Return host:port, the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def first_host(nodes: str) -> str:
-    """Return the first of SLURM's list: `node[001-015],host2` gives node001."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0] if first else "")
-
-
-def per_node(tasks: str) -> list[int]:
-    """Return SLURM's tasks of each node: `8(x2),4` gives 8, 8, 4."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
 def roll_call(

@@ -29,7 +29,7 @@ CGROUPS, OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe one kind of device; the file says what each figure means."""
+    """Describe one kind of device: a field for each figure of machines.toml, which says what it means."""
 
     kind: str
     """As topologies name it: `v5e`, `h200`."""

@@ -1,87 +1,27 @@
 """The state that a run with `init_from` starts with, which may have rows for tokens that the network there lacks."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from configs.files import cache_dir
 from configs.schema import Config, ModelConfig, UserError, with_options
-from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.runtime import Damaged, NoCheckpoint
 from interchange.init_from import is_run, network_config, origin, read_params, tokenizer_in
 from model.gpt import parameters
-from run.checkpoint import Checkpoints, whole_steps
-from run.folder import checkpoint_folder, record_of
-from run.record import at_hand
+from run.checkpoint import Checkpoints
 from training.build import Build, build
-from training.layout import padded
 from training.mesh import resized
 from training.optimizer import path_name
 from training.state import TrainState
 
 T = TypeVar("T")
-ROWS = 64  # a vocabulary grows to a multiple of it, so that meshes can divide it
 VOCABULARY = {"embed": 0, "value_embeds": 0, "lm_head": 1}
 """The tokens' dimension in these groups' tables."""
-
-
-class Base(NamedTuple):
-    """A network to fine-tune on conversations."""
-
-    config: Config
-    """A run's config, or one of only the network's options and row. The vocabulary has room for the tokens of
-    conversations."""
-    tokenizer: str
-    """Folder of the tokenizer, which has these tokens."""
-    is_run: bool
-
-
-def base_of_chat(config: Config) -> Base:
-    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
-    conversations are added if it lacks them. Raise UserError if either is missing."""
-    folder = origin(config.init_from)
-    base = network_config(folder)
-    if not (home := config.data.tokenizer or tokenizer_in(folder)):
-        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
-    given = load_tokenizer(home)
-    tokenizer = given.with_chat_tokens
-    if tokenizer != given or config.init_from.startswith("gs://"):
-        home = kept(tokenizer)
-    if tokenizer.vocab_size > base.model.vocab_size:
-        base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
-    return Base(base, str(home), is_run(folder))
-
-
-def begun_run(config: Config) -> Config | None:
-    """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
-    from another network."""
-    config = resolved(config)
-    if not whole_steps(checkpoint_folder(config)):
-        return None
-    folder = at_hand(config.checkpoint.folder or config.run_dir)
-    begun = record_of(folder)[1]
-    if begun.init_from != config.init_from:
-        return None
-    return with_options(begun, {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
-
-
-def kept(tokenizer: TextTokenizer) -> Path:
-    """Save a tokenizer in the cache, if it is not there, and return its folder."""
-    home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
-    if not home.exists():
-        made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
-        tokenizer.save(made)
-        with suppress(OSError):  # another process has made it
-            made.rename(home)
-    return home
 
 
 def new_tokens(config: Config, tokenizer: TextTokenizer) -> dict[str, int]:

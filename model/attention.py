@@ -229,7 +229,7 @@ def has_value_embedding(config: ModelConfig, layer: int) -> bool:
 
 
 class Attention(nnx.Module):
-    """One attention sub-layer, of block number `layer`."""
+    """One attention sub-layer, of block number `layer`. It has an attribute for each parameter, six at most."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale
@@ -239,17 +239,17 @@ class Attention(nnx.Module):
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         matrix = partial(Linear, group="matrices", rngs=rngs)
         to_heads = partial(matrix, axes=("fsdp", "tensor"), cut=(None, self.head_dim))
-        self.query = to_heads(config.width, queries, uniform)
-        self.key = to_heads(config.width, keys, uniform)
-        self.value = to_heads(config.width, keys, uniform)
+        self.query = to_heads((config.width, queries), uniform)
+        self.key = to_heads((config.width, keys), uniform)
+        self.value = to_heads((config.width, keys), uniform)
         zeros = nnx.initializers.zeros
-        self.out = matrix(queries, config.width, zeros, axes=("tensor", "fsdp"), cut=(self.head_dim, None))
+        self.out = matrix((queries, config.width), zeros, axes=("tensor", "fsdp"), cut=(self.head_dim, None))
         if has_value_embedding(config, layer):
             bound = (3 / config.width) ** 0.5  # as the value matrix
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
             self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
-            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, None))
+            self.value_gate = matrix((VALUE_GATE_CHANNELS, config.kv_heads), gate, axes=(None, None))
 
     def __call__(
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None

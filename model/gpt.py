@@ -39,8 +39,8 @@ class MLP(nnx.Module):
         # 0.4 of the usual standard deviation, as nanochat
         uniform = nnx.initializers.variance_scaling(0.4**2, "fan_in", "uniform")
         zeros, matrix = nnx.initializers.zeros, partial(Linear, group="matrices", rngs=rngs)
-        self.up = matrix(config.width, 4 * config.width, uniform, axes=("fsdp", "tensor"))
-        self.down = matrix(4 * config.width, config.width, zeros, axes=("tensor", "fsdp"))
+        self.up = matrix((config.width, 4 * config.width), uniform, axes=("fsdp", "tensor"))
+        self.down = matrix((4 * config.width, config.width), zeros, axes=("tensor", "fsdp"))
 
     def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
         return psum_over_tensor(self.down(relu_squared(self.up(vary_over_tensor(x)))))
@@ -99,7 +99,8 @@ def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
 class GPT(nnx.Module):
     """nanochat's GPT: no biases, untied head, norms without parameters; its later features are options.
 
-    `dtype` is the type of the activations; parameters are float32. Without `rngs` they are only shapes and types.
+    `dtype` is the type of the activations; parameters are float32. Without `rngs` they are only shapes and types. It
+    has an attribute for each of its parameters.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs | None):
@@ -108,10 +109,10 @@ class GPT(nnx.Module):
         vocab, width, normal = config.vocab_size, config.width, nnx.initializers.normal
         self.embed = Embedding(vocab, width, normal(0.8), axes=("tensor", "fsdp"), group="embed", rngs=rngs)
         self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.depth)])
-        self.lm_head = Linear(width, vocab, normal(0.001), axes=("fsdp", "tensor"), group="lm_head", rngs=rngs)
+        self.lm_head = Linear((width, vocab), normal(0.001), axes=("fsdp", "tensor"), group="lm_head", rngs=rngs)
         if config.smear:
             gate = nnx.initializers.uniform(0.02)
-            self.smear_gate = Linear(SMEAR_CHANNELS, 1, gate, axes=(None, None), group="scalars", rngs=rngs)
+            self.smear_gate = Linear((SMEAR_CHANNELS, 1), gate, axes=(None, None), group="scalars", rngs=rngs)
         # The numbers come last: they use random keys, which must not change the initial matrices.
         share = np.linspace(0, 1, config.depth)  # share of the blocks below
         if config.resid_lambdas:

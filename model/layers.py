@@ -220,8 +220,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        shape: tuple[int, int],
         init: nnx.Initializer,
         *,
         axes: Axes,
@@ -230,7 +229,7 @@ class Linear(nnx.Module):
         cut: Cut = (None, None),
     ):
         self.axes, self.cut = axes, cut
-        self.kernel = parameter(init, (inputs, outputs), axes=axes, group=group, rngs=rngs)
+        self.kernel = parameter(init, shape, axes=axes, group=group, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*shape_and_inputs"]) -> Float[Array, "*shape_and_outputs"]:
         return matmul(x, self.kernel[...], self.axes, self.cut)

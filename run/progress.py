@@ -32,7 +32,7 @@ class Start(NamedTuple):
 
 
 class Progress:
-    """One run, from one start."""
+    """One run, from one start: all that hooks may know of each other and of the loop."""
 
     def __init__(self, config: Config, start: Start, batches: StepBatches):
         """Take `batches`: the batches of the steps after `start`, by number."""

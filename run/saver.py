@@ -90,7 +90,9 @@ class Saver(Checkpoints):
         def begin() -> None:
             if self.record:
                 self.record.copy()
-            make_room(target)
+            if unfinished(target).exists():
+                unfinished(target).rmtree()
+            (unfinished(target) / FACTS).parent.mkdir(parents=True)
 
         if failure := on_first_process(lambda: _failure(begin)):
             self._failed(failure)
@@ -218,29 +220,17 @@ def unfinished(folder: epath.Path) -> epath.Path:
     return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
 
 
-def make_room(folder: epath.Path) -> None:
-    """Make the empty folder for writing a checkpoint. On the first process."""
-    target = unfinished(folder)
-    if target.exists():
-        target.rmtree()
-    (target / FACTS).parent.mkdir(parents=True)
-
-
-def _writer() -> ocp.PyTreeCheckpointHandler:
-    """Write arrays, each process its own parts. Write no metadata of arrays: the other processes would wait until the
-    first has made their folder."""
-    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=ocp.type_handlers.create_type_handler_registry(arrays))
-
-
 class Saving(threading.Thread):
     """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
 
     def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
-        """Copy the arrays off the devices. `make_room` must have been called for the folder."""
+        """Copy the arrays off the devices. The folder `unfinished` must be empty."""
         super().__init__(name=f"saving {folder.name}")
         self.folder, self.facts = folder, facts
-        self.handlers = {name: _writer() for name in items}
+        # Without metadata of arrays: the other processes would wait until the first has made their folder.
+        arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
+        registry = ocp.type_handlers.create_type_handler_registry(arrays)
+        self.handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in items}
         self.parts: list[Any] = []
         self.failure = "0 it was not finished"
         """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is

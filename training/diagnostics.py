@@ -117,10 +117,7 @@ def sum_over_tensor(squares: Squares, copied: Bool[np.ndarray, "leaves"]) -> Squ
 
 
 def signal_and_noise(
-    squares: Squares,
-    tokens: Int[Array, ""],
-    mean_squares: Float[Array, "leaves"],
-    divided: Bool[np.ndarray, "leaves"],
+    squares: Squares, tokens: Int[Array, ""], mean_squares: Float[Array, "leaves"], divided: Bool[np.ndarray, "leaves"]
 ) -> tuple[Float[Array, "leaves"], Float[Array, "leaves"]]:
     """Return |G|^2 and tr Sigma of each leaf; nan for a single unit. `squares` are summed over `tensor`;
     `mean_squares` are |S|^2 / N^2."""

@@ -45,7 +45,9 @@ class Encoder:
             yield text if isinstance(text, str) else text.decode()
             return
         rest = ""  # a part ends as it would with the complete text at hand
-        for characters in [text] if isinstance(text, str) else codecs.iterdecode(_pieces(text), "utf-8"):
+        starts = range(0, len(text), size := 4 * WINDOW)
+        decoded = [text] if isinstance(text, str) else codecs.iterdecode((text[i : i + size] for i in starts), "utf-8")
+        for characters in decoded:
             rest, start = rest + characters, 0
             while len(rest) - start > WINDOW:
                 window = rest[start : start + WINDOW]
@@ -70,10 +72,6 @@ class ConversationEncoder(Encoder):
     def windows(self, text: str | bytes) -> Iterator[str]:
         """Yield the conversation: it is encoded at once."""
         yield text if isinstance(text, str) else text.decode()
-
-
-def _pieces(content: bytes) -> Iterator[bytes]:
-    return (content[start : start + 4 * WINDOW] for start in range(0, len(content), 4 * WINDOW))
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:

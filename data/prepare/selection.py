@@ -9,23 +9,26 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt64
+from tokenizers import models, pre_tokenizers, trainers
 
 from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
 from data.prepare.corpus import UNREADABLE, Corpus
 from data.prepare.source_files import SourceFile
 from data.record import hash_share
-from data.tokenizer import TextTokenizer, train_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_level
 
 WORDS = 13
 SAMPLED = 32  # fewest files for training a tokenizer
+LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,24 @@ def sampled_tokenizer(
             f"learned {learned} tokens; {smaller}{corpus.left_out}"
         )
     return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train `vocab_size` tokens: the BOS (id 0), those of conversations, the 256 bytes, merges. Any text round-trips.
+
+    The time of merges grows with the square of a piece's length. So a longer unbroken run of letters or blanks is cut
+    into parts of LONGEST_PIECE characters for training.
+    """
+    tokenizer = byte_level(models.BPE(), SPLIT, f"(?m:.{{{LONGEST_PIECE}}})")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, *CHAT_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),  # it prints empty lines otherwise
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = byte_level(models.BPE(), SPLIT).pre_tokenizer
+    return TextTokenizer(tokenizer.to_str())
 
 
 def sample(

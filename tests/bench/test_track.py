@@ -87,12 +87,7 @@ def test_ideas_are_named_speed_is_free_and_the_rest_is_fixed():
 
 @pytest.mark.parametrize(
     ("ours", "verdict"),
-    [
-        ([1.40, 1.41, 1.42], "better"),
-        ([1.55, 1.56, 1.57], "worse"),
-        ([1.46], "cannot tell"),
-        ([1.44], "better"),
-    ],
+    [([1.40, 1.41, 1.42], "better"), ([1.55, 1.56, 1.57], "worse"), ([1.46], "cannot tell"), ([1.44], "better")],
 )
 def test_the_verdict_on_planted_numbers(ours, verdict):
     result = track.compared(ours, REFERENCE)

@@ -1,12 +1,16 @@
 """Test what configs/chat.py takes from the network that it fine-tunes."""
 
+import errno
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
-from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from interchange.base import begun_run
 from interchange.folders import write_safetensors
 from run.folder import write_record
 from tests.helpers import tiny_config
@@ -79,3 +83,9 @@ def test_a_vocabulary_without_the_tokens_of_conversations_grows(base, size, grow
 def test_without_a_network_it_says_what_is_missing(words, says):
     with pytest.raises(UserError, match=says):
         chat(*words)
+
+
+def test_an_error_of_the_disk_that_passes_is_retried(monkeypatch):
+    looks = Mock(side_effect=[OSError(errno.EIO, "Input/output error"), []])
+    monkeypatch.setattr("interchange.base.whole_steps", looks)
+    assert begun_run(BASE) is None and looks.call_count == 2

@@ -14,7 +14,8 @@ from data.dataset import Text, open_text
 from data.loader import StepBatches
 from data.packing import learned
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import BOS, CHAT_TOKENS, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS
 from tests.data import nanochat_conversations
 from tests.data.preparations import read_shard
 

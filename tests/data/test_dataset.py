@@ -17,7 +17,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset import absolute, open_text
 from data.dataset_folder import open_dataset
 from data.prepare.preparation import Preparation, prepare, prepare_raw
-from data.tokenizer import train_tokenizer
+from data.prepare.selection import train_tokenizer
 from tests.data.preparations import tokens_of, write_files
 
 ROOT = Path(__file__).parents[2]

@@ -64,10 +64,7 @@ def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
         (llm_c_bytes([1, 2, 3])[:600], "damaged"),
         (llm_c_bytes([1, 2, 3], count=-3), "damaged"),
         (llm_c_bytes([1, 2, 3], version=3), r"not a token shard of a known version.*\[20240520, 3, 3\]"),
-        (
-            np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(),
-            "little-endian",
-        ),
+        (np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(), "little-endian"),
         (b"", "not a token shard"),
         (b"plain text", "not a token shard"),
         (None, "cannot be read: No such file"),

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)

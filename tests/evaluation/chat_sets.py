@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from data.tokenizer import TextTokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer
 from evaluation.network import Network
 from tests.evaluation import core_bundle
 from tests.evaluation.core_bundle import CONFIG, LONGEST, network_of, words

@@ -12,7 +12,8 @@ import numpy as np
 import yaml
 
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
-from data.tokenizer import TextTokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer
 from evaluation.network import Network
 from tests.helpers import perturbed
 from training.mesh import make_mesh

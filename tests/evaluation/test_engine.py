@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.schema import UserError
-from data.tokenizer import train_tokenizer
+from data.prepare.selection import train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
 from model.sampling import Sampling

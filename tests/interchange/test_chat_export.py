@@ -18,7 +18,8 @@ from configs.schema import BatchConfig, MeshConfig
 from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
-from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
 from interchange.folders import beyond_hf, write_hf

@@ -10,8 +10,9 @@ import pytest
 
 from configs.schema import CheckpointConfig, MeshConfig, UserError, with_options
 from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from interchange.base import base_of_chat
 from interchange.folders import write_safetensors
-from interchange.growth import base_of_chat, describe_growth, initial_state, new_tokens, require_moments
+from interchange.growth import describe_growth, initial_state, new_tokens, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary
 from model.gpt import parameter_shapes
 from run.folder import write_record

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from bench.exactness import shipped
 from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
-from data.tokenizer import train_tokenizer
+from data.prepare.selection import train_tokenizer
 from interchange import folders
 from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
 from interchange.init_from import read_params, require_same_network, require_same_vocabulary

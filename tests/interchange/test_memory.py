@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import CheckpointConfig, Config, ModelConfig
 from configs.validation import resolved
-from data.tokenizer import train_tokenizer
+from data.prepare.selection import train_tokenizer
 from model.gpt import parameter_shapes
 from run.folder import write_record
 from run.saver import Saver

@@ -24,7 +24,8 @@ transformers = pytest.importorskip("transformers")
 import export
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
-from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import make_generate
 from export import largest_difference
 from interchange.folders import beyond_hf, write_hf

@@ -15,12 +15,7 @@ QUERIES = 32  # instead of 256: short rows have many blocks
 
 @pytest.mark.parametrize(
     ("length", "window", "segments", "kernel"),
-    [
-        (200, None, False, "plain"),
-        (200, 70, True, "plain"),
-        (552, None, True, "blocks"),
-        (552, 100, False, "blocks"),
-    ],
+    [(200, None, False, "plain"), (200, 70, True, "plain"), (552, None, True, "blocks"), (552, 100, False, "blocks")],
 )
 def test_blocks_of_queries_change_neither_values_nor_gradients(length, window, segments, kernel, monkeypatch):
     """Compare with jax.nn.dot_product_attention at lengths that blocks do not divide."""

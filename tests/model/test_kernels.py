@@ -39,12 +39,7 @@ def test_which_kernel(expected, platform, capability, dtype, length, head_dim, d
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("kv_heads", "window", "documents", "length", "head_dim"),
-    [
-        (1, 64, True, 256, 128),
-        (2, None, False, 256, 64),
-        (1, None, True, 1280, 64),
-        (1, 130, False, 2176, 128),
-    ],
+    [(1, 64, True, 256, 128), (2, None, False, 256, 64), (1, None, True, 1280, 64), (1, 130, False, 2176, 128)],
 )
 def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
     """Use rows of one block, of five, and of 17."""

@@ -106,10 +106,7 @@ def test_a_run_whose_disk_is_not_mounted_or_that_is_sent_to_another_is_refused(f
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ("--model.width=48", "of another network"),
-        ("--optimizer.matrices.kind=muon", "made with another optimizer"),
-    ],
+    [("--model.width=48", "of another network"), ("--optimizer.matrices.kind=muon", "made with another optimizer")],
 )
 def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys, change, says):
     run_dir = copy_of(folder, f"changed{change}")

@@ -24,7 +24,7 @@ import pytest
 import chat
 from configs.schema import UserError
 from data.conversation import messages_of, render
-from data.tokenizer import train_tokenizer
+from data.prepare.selection import train_tokenizer
 from evaluation.engine import Engine
 from interchange.folders import write_safetensors
 from model.sampling import Sampling

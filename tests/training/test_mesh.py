@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import (
-    arrange,
-    batch_shape,
-    batch_sharding,
-    islands,
-    make_mesh,
-    note_on_slow_links,
-    sizes_of,
-)
+from training.mesh import arrange, batch_shape, batch_sharding, islands, make_mesh, note_on_slow_links, sizes_of
 
 
 def mesh(replicas: int) -> Mesh:

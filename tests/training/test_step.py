@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from configs.schema import MatricesConfig, MeshConfig, MuonConfig, ScheduleConfig, with_options
 from model.gpt import parameter_shapes
 from tests import reference
-from tests.helpers import (
-    ALL_FEATURES,
-    OPTIMIZER,
-    built_on,
-    distance,
-    random_rows,
-    run_steps,
-    start_params,
-    tiny_config,
-)
+from tests.helpers import ALL_FEATURES, OPTIMIZER, built_on, distance, random_rows, run_steps, start_params, tiny_config
 from training.build import build
 from training.optimizer import path_name
 

@@ -12,16 +12,7 @@ from configs import plain
 from configs.schema import Config, MeshConfig, with_options
 from evaluation.evaluator import make_generate
 from model.gpt import parameter_counts
-from tests.helpers import (
-    ALL_FEATURES,
-    built_on,
-    distance,
-    initial_state,
-    placed,
-    random_rows,
-    run_steps,
-    tiny_config,
-)
+from tests.helpers import ALL_FEATURES, built_on, distance, initial_state, placed, random_rows, run_steps, tiny_config
 from tools.programs.compiled import compile_step
 from training.state import stored_as
 

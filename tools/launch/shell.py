@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,12 @@ from configs.schema import UserError
 
 LONGEST = 3600  # seconds of a command without its own limit: building an image, a set-up
 STALLED = 124  # the code of a command that was killed at its limit, as by `timeout`
+UNANSWERED = re.compile(
+    "contact slurm controller|timed out|(i/o|handshake) timeout|connection (refused|reset)|no route to host|"
+    "network is unreachable|server (?!localhost:8080).* refused|(serviceunavailable|internalerror)\\)",
+    re.IGNORECASE,
+)
+"""What a command writes if its server does not answer. Without a config, kubectl asks localhost:8080."""
 Done = subprocess.CompletedProcess[str]
 
 
@@ -52,8 +59,8 @@ def patient(until: float = math.inf, times: float = math.inf) -> Retrying:
 
 
 def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: float = LONGEST) -> Done:
-    """Run a command to its end, or for `seconds`. Raise UserError if it fails, Trouble if it stalls, unless `check` is
-    False; UserError if it is not installed."""
+    """Run a command to its end, or for `seconds`. Raise UserError if it is not installed. Unless `check` is False,
+    raise Trouble if it stalls or its server does not answer, and UserError if it fails otherwise."""
     require_installed(words[0])
     # A new session, so that the command's children end with it, and nothing asks for a password.
     pipe = subprocess.PIPE
@@ -71,7 +78,8 @@ def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: f
     done = Done(words, code, out.decode(errors="replace"), err.decode(errors="replace"))
     if check and code:
         message = (done.stderr.strip() or done.stdout.strip())[-2000:]
-        raise (Trouble if code == STALLED else UserError)(f"{join(words)[:300]} ended with {code}: {message}")
+        trouble = code == STALLED or UNANSWERED.search(message)
+        raise (Trouble if trouble else UserError)(f"{join(words)[:300]} ended with {code}: {message}")
     return done
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
@@ -208,9 +210,22 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
+def require_picture(path: str) -> None:
+    """Raise UserError if `picture` could not write to `path`: its folder is missing, or matplotlib does not know its
+    format."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    if path:
+        try:
+            Path(path).parent.stat()
+            Figure().savefig(BytesIO(), format=Path(path).suffix[1:] or None)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--picture={path} cannot be written: {error}") from error
+
+
 def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
     """Draw memory of a device against tokens/s: a colour per topology, its limit, and its best candidate with the
-    bracket of its speed. Raise UserError if `path` cannot be written, or if matplotlib does not know its format."""
+    bracket of its speed. Raise UserError if `path` cannot be written."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.ticker import EngFormatter
 
@@ -244,5 +259,5 @@ def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
     axes.legend(fontsize=8)
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"--picture={path} cannot be written: {error}") from error

@@ -34,7 +34,7 @@ from training.build import build
 from training.candidate import candidate_of
 from training.memory import with_rows
 
-OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend if `branch` comes after it
+OF_RATE = 0.5  # the share that `rate` may spend of what the stages before it left, if `branch` comes after it
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
         run = {
             "time": lambda: time_steps(context, fitting, programs),
             "noise": lambda: noise(context),
-            "rate": lambda: rate(context, record.left * of_rate),
+            "rate": lambda: rate(context, (record.left + record.cost("rate")) * of_rate),
             "branch": lambda: branch(context, record.options("rate").get("rate", 1.0)),
         }
         for stage in (stage for stage in stages if stage != "fit"):

@@ -145,9 +145,9 @@ def first_rung(steps: int, tokens_per_step: int, allowed: float, evaluation: int
 def rate(context: Context, allowed: float) -> None:
     """Train on the same batches with each rate, then the better half for twice as long. Each trial is a new run with
     its complete schedule. If the best is at the grid's edge, the grid grows. `allowed`: tokens that the stage may
-    take."""
+    take, over all its starts."""
     record, config = context.record, with_options(context.config, context.record.options("fit", "time"))
-    size, evaluation, most = config.batch.tokens_per_step, evaluation_cost(context.config), record.spent + allowed
+    size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     shortest = first_rung(config.steps, size, allowed, evaluation)
     first = record.piece("rate/first", lambda: {"steps": shortest, "tokens": 0})["steps"]
     alive, rungs = list(GRID), []
@@ -157,7 +157,7 @@ def rate(context: Context, allowed: float) -> None:
         while alive:
             factor = alive.pop(0)
             name = f"rate/{steps}/x{factor:g}"
-            if name not in record.pieces and record.spent + steps * size + evaluation > most:
+            if name not in record.pieces and record.cost("rate") + steps * size + evaluation > allowed:
                 LOGGER.info(f"rate: {name} would exceed the stage's share of the budget")
                 record.decide(rate_decision(rungs, config.steps))
                 return

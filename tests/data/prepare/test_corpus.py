@@ -14,9 +14,9 @@ import data.prepare.corpus as corpus_module
 from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus
+from data.prepare.selection import train_tokenizer
 from data.prepare.source_files import CHUNK_BYTES
 from data.record import hash_share
-from data.tokenizer import train_tokenizer
 from tests.data.preparations import jsonl, large_files, peak_bytes, write_files
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.prepare.encoding import WINDOW, Encoder, tiktoken_of
-from data.tokenizer import TextTokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer
 
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "IT'S", "\n", "  ", "foo_bar();", "\t", "the", "😀", "\r\n\r\n"]
 

@@ -26,9 +26,10 @@ from data.prepare.engines import Ended, Engine, Job, LocalEngine, SlurmEngine
 from data.prepare.listing import find_corpus
 from data.prepare.parts import Recipe, Task, make_tasks, write_part
 from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.selection import train_tokenizer
 from data.prepare.shard_layout import layouts_of
 from data.prepare.source_files import SourceFile
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer
 from tests.data.preparations import DeadlyCorpus, digests, facts_of, prepare_under_fire, tokens_of
 from tests.tools.launch.real_slurm import real
 

@@ -19,7 +19,8 @@ from data.dataset_folder import open_dataset
 from data.prepare.__main__ import main
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.prepare.selection import train_tokenizer
+from data.tokenizer import load_tokenizer
 from hosts.runtime import run_command
 from tests.data.preparations import digests, facts_of, jsonl, read_shard, tokens_of, write_files
 

@@ -12,8 +12,8 @@ from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.mixture import Mixture, read_source
 from data.prepare.preparation import Preparation, prepare
+from data.prepare.selection import train_tokenizer
 from data.shards import write_shard
-from data.tokenizer import train_tokenizer
 from hosts.runtime import cache_dir
 from tests.chromium import PROGRAM, Chromium
 from tests.data.preparations import write_files

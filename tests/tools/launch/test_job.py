@@ -15,6 +15,7 @@ from tools.launch.__main__ import main
 from tools.launch.code import LARGEST, pack, unpack
 from tools.launch.job import AGAIN, DONE, NEVER, JobOptions, catalog, job_name, make_job, parse_hardware
 from tools.launch.sbatch import VERDICT
+from tools.launch.shell import Trouble, ask
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,6 +175,20 @@ def test_names_suit_every_scheduler():
     for name in ("-a", "a-", "A", "a_b", "a" * 41, "1"):
         with pytest.raises(UserError, match="--name"):
             job_name(name)
+
+
+def test_a_server_that_does_not_answer_is_no_mistake():
+    """Unlike a refusal, and unlike kubectl's question to localhost:8080 if it has no config."""
+    fail = ["sh", "-c", 'echo "$0" >&2; exit 1']
+    for says in (
+        *("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", "dial tcp: i/o timeout"),
+        "The connection to the server 10.0.0.1:6443 was refused - did you specify the right host or port?",
+    ):
+        with pytest.raises(Trouble, match="ended with 1"):
+            ask([*fail, says])
+    for says in ("The connection to the server localhost:8080 was refused", "Invalid account or account/partition"):
+        with pytest.raises(UserError, match=says):
+            ask([*fail, says])
 
 
 def test_a_mistake_is_one_message_and_code_2_without_jax():

@@ -41,11 +41,12 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
         ([V5E, "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
         ([V5E, "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
         ([V5E, "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
+        ([V5E, "--picture=plan.xyz"], "--picture=plan.xyz cannot be written: Format 'xyz' is not supported"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
-    code, _, problem = run(monkeypatch, capsys, *words)
-    assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1
+    code, out, problem = run(monkeypatch, capsys, *words)
+    assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1 and not out
 
 
 def test_if_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):

@@ -1,0 +1,71 @@
+"""The network that configs/chat.py fine-tunes, with a tokenizer for conversations, or the run that it resumes."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from configs.files import cache_dir
+from configs.retry import patiently
+from configs.schema import Config, UserError, with_options
+from configs.validation import resolved
+from data.tokenizer import TextTokenizer, load_tokenizer
+from interchange.init_from import is_run, network_config, origin, tokenizer_in
+from run.checkpoint import whole_steps
+from run.folder import checkpoint_folder, record_of
+from run.record import at_hand
+from training.layout import padded
+
+ROWS = 64  # a vocabulary grows to a multiple of it, so that meshes can divide it
+
+
+class Base(NamedTuple):
+    """A network to fine-tune on conversations."""
+
+    config: Config
+    """A run's config, or one of only the network's options and row. The vocabulary has room for the tokens of
+    conversations."""
+    tokenizer: str
+    """Folder of the tokenizer, which has these tokens."""
+    is_run: bool
+
+
+def base_of_chat(config: Config) -> Base:
+    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
+    conversations are added if it lacks them. Raise UserError if either is missing."""
+    folder = origin(config.init_from)
+    base = network_config(folder)
+    if not (home := config.data.tokenizer or tokenizer_in(folder)):
+        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
+    given = load_tokenizer(home)
+    tokenizer = given.with_chat_tokens
+    if tokenizer != given or config.init_from.startswith("gs://"):
+        home = kept(tokenizer)
+    if tokenizer.vocab_size > base.model.vocab_size:
+        base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
+    return Base(base, str(home), is_run(folder))
+
+
+def begun_run(config: Config) -> Config | None:
+    """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
+    from another network."""
+    config = resolved(config)
+    where = config.checkpoint.folder or config.run_dir
+    if not patiently(where, lambda: whole_steps(checkpoint_folder(config))):
+        return None
+    folder = at_hand(where)
+    begun = record_of(folder)[1]
+    if begun.init_from != config.init_from:
+        return None
+    return with_options(begun, {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
+
+
+def kept(tokenizer: TextTokenizer) -> Path:
+    """Save a tokenizer in the cache, if it is not there, and return its folder."""
+    home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
+    if not home.exists():
+        made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
+        tokenizer.save(made)
+        with suppress(OSError):  # another process has made it
+            made.rename(home)
+    return home
