@@ -181,14 +181,14 @@ def test_a_stage_beyond_the_budget_is_skipped_and_reported(folder, pretended, mo
 @pytest.mark.medium
 @pytest.mark.parametrize(("budget", "done"), [(0.03, "fit noise"), (1.2, None), (4.0, "fit time noise rate branch")])
 def test_no_budget_is_exceeded(folder, pretended, monkeypatch, budget, done):
-    """Use trials without cost. Every fourth of rates is interrupted, and `rate` leaves half of what it found."""
+    """Use trials without cost. Every third of rates is interrupted, and `rate` leaves half of what it found."""
     pretended(0.01)
     monkeypatch.setattr(speed, "_prepared", lambda context, candidate, programs: (None, candidate, None))
     monkeypatch.setattr(speed, "_seconds", lambda program, c, placed, state: (state, 1.0 + len(c.name) % 2))
     taken, trials = [], count(1)  # tokens of each trial
 
     def train(self, name, config, until, origin=None):
-        if name.startswith("rate") and next(trials) % 4 == 0:
+        if name.startswith("rate") and next(trials) % 3 == 0:
             raise KeyboardInterrupt
         taken.append((until - (origin.step if origin else 0)) * config.batch.tokens_per_step)
         return {}
