@@ -88,13 +88,13 @@ class TextTokenizer:
         """Return the number of bytes of text of each token; 0 for special tokens."""
         vocab = self.library.get_vocab()
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
-        letters = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
+        in_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
         for token, i in vocab.items():
             if token not in self.special_tokens:
-                # In a sentencepiece vocabulary `<0x0A>` is a byte, and `▁` a space.
+                # In the other kind, sentencepiece's, `<0x0A>` is a byte, and `▁` a space.
                 is_byte = token.startswith("<0x") and token.endswith(">")
                 text_bytes = 1 if is_byte else len(token.replace("▁", " ").encode())
-                sizes[i] = len(token) if letters else text_bytes
+                sizes[i] = len(token) if in_bytes else text_bytes
         return sizes
 
     @property

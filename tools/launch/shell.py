@@ -25,7 +25,7 @@ UNANSWERED = re.compile(
     "network is unreachable|server (?!localhost:8080).* refused|(serviceunavailable|internalerror)\\)",
     re.IGNORECASE,
 )
-"""What a command writes if its server does not answer. Without a config, kubectl asks localhost:8080."""
+"""Messages of a command whose server does not answer. Without a config, kubectl asks localhost:8080."""
 Done = subprocess.CompletedProcess[str]
 
 

@@ -52,7 +52,8 @@ class Arguments:
 
 def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
     """Print the plan. Raise UserError for an impossible topology or sizes, and for a batch that grows."""
-    output.require_picture(arguments.picture)
+    if arguments.picture:
+        output.require_picture(arguments.picture)
     if not arguments.topology:
         raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
     require_steps(config)

@@ -215,12 +215,11 @@ def require_picture(path: str) -> None:
     format."""
     from matplotlib.figure import Figure  # takes a second to import
 
-    if path:
-        try:
-            Path(path).parent.stat()
-            Figure().savefig(BytesIO(), format=Path(path).suffix[1:] or None)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--picture={path} cannot be written: {error}") from error
+    try:
+        Path(path).parent.stat()
+        Figure().savefig(BytesIO(), format=Path(path).suffix[1:] or None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture={path} cannot be written: {error}") from error
 
 
 def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
