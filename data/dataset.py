@@ -18,7 +18,7 @@ SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a step's text t
 
 @dataclass(frozen=True)
 class Text:
-    """A run's text: the rows of one dataset, or of a mixture. A field is what a run, or a line on its text, needs."""
+    """A run's text: the rows of one dataset, or of a mixture. Nine fields: `open_text` makes all of them."""
 
     names: list[str]
     """Names of the datasets, as in `config.source`."""

@@ -32,7 +32,7 @@ class Start(NamedTuple):
 
 
 class Progress:
-    """One run, from one start: all that hooks may know of each other and of the loop."""
+    """One run, from one start. Nine attributes: hooks know the loop, and each other's requests, only through them."""
 
     def __init__(self, config: Config, start: Start, batches: StepBatches):
         """Take `batches`: the batches of the steps after `start`, by number."""

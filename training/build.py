@@ -21,7 +21,7 @@ from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 class Build(NamedTuple):
     """The mesh, sizes and programs of one stage of a config's ramp. Nothing in it is compiled or on a device yet. Mesh,
-    state and `eval_step` are the same for all stages. A field is what one call makes, or what a reader of it needs."""
+    state and `eval_step` are the same for all stages. Nine fields: `build` makes all from one config."""
 
     config: Config
     """The config, with `model.dtype` resolved."""

@@ -37,7 +37,7 @@ class ReadStep(NamedTuple):
 class Log(Hook):
     """Writes a line for each logged step. It reads a step's metrics while the next step runs, so the devices never wait
     for the host. It reads them at once only if a checkpoint or an evaluation of the same step follows.
-    Its attributes are what it was given, has read, and writes to: one reader of metrics, for all of its outputs."""
+    Twelve attributes: one reading of the metrics serves the file, the bar and the signs of life."""
 
     def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]], record: Record | None):
         """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
