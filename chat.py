@@ -9,7 +9,7 @@ from msgspec import Meta
 from configs.command_line import parse_arguments
 from configs.schema import NotNegative, Positive, UserError
 from evaluation.engine import Engine
-from evaluation.network import SamplingArguments, open_network
+from evaluation.network import SamplingArguments, mesh_of_first, open_network
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.gpt import parameter_counts
@@ -17,7 +17,6 @@ from model.sampling import Sampling
 from run.record import at_hand
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
-from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)

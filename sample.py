@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from configs.command_line import parse_arguments
 from configs.schema import Positive, UserError
 from evaluation.evaluator import continuations, encode_prompts
-from evaluation.network import SamplingArguments, open_network
+from evaluation.network import SamplingArguments, mesh_of_first, open_network
 from hosts.runtime import run_command, start_jax
 from run.record import at_hand
-from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)

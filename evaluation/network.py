@@ -16,6 +16,7 @@ from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
 from run.folder import record_of
 from run.saved_run import load_run
+from training.mesh import make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
 
 
@@ -84,6 +85,12 @@ class Network:
 
     def generate(self) -> Generate:
         return make_generate(self.config.model, self.dtype, self.mesh)
+
+
+def mesh_of_first(config: MeshConfig) -> Mesh:
+    """Return a mesh of as many of the devices here as it needs. Raise UserError if there are too few."""
+    count = config.data * config.fsdp * config.tensor
+    return make_mesh(config, jax.devices()[:count] if count > 0 else None)
 
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Network:

@@ -45,12 +45,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(ordered.reshape(*parts, *shape[1:]), (*DATA_AXES, *AXES[1:]), axis_types=(AxisType.Auto,) * 5)
 
 
-def mesh_of_first(config: MeshConfig) -> Mesh:
-    """Return a mesh of as many of the devices here as it needs. Raise UserError if there are too few."""
-    count = config.data * config.fsdp * config.tensor
-    return make_mesh(config, jax.devices()[:count] if count > 0 else None)
-
-
 def sizes_of(mesh: Mesh) -> dict[str, int]:
     """Return the sizes of `data`, `fsdp` and `tensor`, as a user names them."""
     return {"data": prod(mesh.shape[axis] for axis in DATA_AXES)} | {axis: mesh.shape[axis] for axis in AXES[1:]}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig
+from evaluation.network import mesh_of_first
 from run.record import read_metrics
 from run.saved_run import load_run
 from tests.run.test_continuing import CONFIG, start
 from tests.test_train import figures, killed_after, lines_of, run, write_folder
-from training.mesh import mesh_of_first
 
 AVERAGE = ("--optimizer.average=0.5", "--checkpoint.every_steps=1", "--checkpoint.keep=9", "--eval.every_steps=2")
 AVERAGE += ("--model.dropout=0.1",)  # its masks resume, too
