@@ -295,7 +295,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     checkpoints = Saver(tmp_path, KEEP_ALL)
     away = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(saver, "make_room", Mock(side_effect=away))
+    monkeypatch.setattr(saver, "unfinished", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert checkpoints.failing() == 1 and checkpoints.failures[-1].passing
     monkeypatch.setattr(retry, "SECONDS", 0)
