@@ -47,8 +47,10 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
         lowest = jax.lax.cond(jnp.any(sampling.top_p < 1), of_top_p, lambda: jnp.zeros_like(lowest))
         shares = jnp.where(order >= lowest, shares, 0)
         uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
-        place = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
-        return place_in(shares, place)
+        total = sums(shares)[:, 0]
+        place = jax.vmap(uniform)(sampling.seed, positions) * total
+        # Near a temperature or top_p of 0 rounding can leave no share.
+        return jnp.where(total > 0, place_in(shares, place), likeliest)
 
     likeliest = jnp.argmax(logits, axis=1)
     draws = jax.lax.cond(jnp.any(hot), drawn, lambda: likeliest)

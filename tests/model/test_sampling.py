@@ -53,6 +53,14 @@ def test_rows_draw_by_their_own_options_and_seeds():
     assert np.mean(draws(1.0, 0, 1.0) == draws(1.0, 0, 1.0, seed=ROWS)) < 0.2
 
 
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-9, 1.0), (1e-12, 1.0), (1e-38, 1.0), (1.0, 1e-38)])
+def test_options_near_zero_take_the_likeliest_token(temperature, top_p):
+    """Then rounding can leave no token a share."""
+    logits = np.random.default_rng(1).normal(0, 2, (64, VOCAB)).astype(np.float32)
+    options = Sampling(*(np.full(64, x) for x in (np.float32(temperature), 0, np.float32(top_p))), np.arange(64))
+    assert (jax.jit(draw)(logits, jnp.full(64, 5), options) == logits.argmax(axis=1)).all()
+
+
 LENGTH = 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
