@@ -49,8 +49,7 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
         uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
         total = sums(shares)[:, 0]
         place = jax.vmap(uniform)(sampling.seed, positions) * total
-        # Near a temperature or top_p of 0 rounding can leave no share.
-        return jnp.where(total > 0, place_in(shares, place), likeliest)
+        return jnp.where(total > 0, place_in(shares, place), likeliest)  # near 0, rounding can leave no share
 
     likeliest = jnp.argmax(logits, axis=1)
     draws = jax.lax.cond(jnp.any(hot), drawn, lambda: likeliest)
