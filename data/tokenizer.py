@@ -90,11 +90,9 @@ class TextTokenizer:
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
         in_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
         for token, i in vocab.items():
-            if token not in self.special_tokens:
-                # In the other kind, sentencepiece's, `<0x0A>` is a byte, and `▁` a space.
-                is_byte = token.startswith("<0x") and token.endswith(">")
-                text_bytes = 1 if is_byte else len(token.replace("▁", " ").encode())
-                sizes[i] = len(token) if in_bytes else text_bytes
+            sizes[i] = len(token) if in_bytes else _text_bytes(token)
+        for i, token in self.library.get_added_tokens_decoder().items():  # never as bytes' letters
+            sizes[i] = 0 if token.special else _text_bytes(token.content)
         return sizes
 
     @property
@@ -166,10 +164,17 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 def byte_level(model: models.BPE, *splits: str) -> Tokenizer:
     """Return a tokenizer that cuts text by the expressions in turn, and writes one letter per byte."""
     cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([*cuts, letters]), decoders.ByteLevel()
-    return tokenizer
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _text_bytes(token: str) -> int:
+    """Return the bytes of an added token, or of a sentencepiece vocabulary's: `<0x0A>` is a byte, `▁` a space."""
+    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
+
+
+def _text_bytes(token: str) -> int:
+    """Return the bytes of an added token, or of a sentencepiece vocabulary's: `<0x0A>` is a byte, `▁` a space."""
+    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
 
 
 def _from_tiktoken(name: str) -> TextTokenizer:

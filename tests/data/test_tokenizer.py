@@ -95,6 +95,9 @@ def foreign(vocab: dict[str, int], special: str) -> TextTokenizer:
 def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect():
     sentencepiece = foreign({"<s>": 0, "<0x0A>": 1, "▁hé": 2, "llo": 3}, "<s>")
     assert sentencepiece.token_bytes.tolist() == [0, 1, 4, 3] and sentencepiece.bos == 0
+    library = Tokenizer.from_str(TOKENIZER.json)
+    library.add_tokens(["日本é"])  # of a byte-level vocabulary, but not in its letters
+    assert TextTokenizer(library.to_str()).token_bytes.tolist() == [*TOKENIZER.token_bytes, 8]
     with pytest.raises(UserError, match=r"<\|endoftext\|>.*\[CLS\]"):
         _ = foreign({"[CLS]": 0, "a": 1}, "[CLS]").bos
     library = Tokenizer.from_str(TOKENIZER.json)
