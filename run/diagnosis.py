@@ -48,10 +48,10 @@ ESTIMATES = {"noise_scale": ("signal", "noise"), "noise_scale_moments": ("moment
 
 
 def from_moments(
-    moments: dict[str, dict[str, float]], optimizer: OptimizerConfig, step: int, tokens: int
+    moments: dict[str, dict[str, float]], optimizer: OptimizerConfig, tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Return |G|^2 and tr Sigma of each group that AdamW updates, and of `all` these, from its moments after `step`
-    steps of `tokens` tokens. It serves steps of one micro-batch, whose noise shows only as differences between steps.
+    """Return |G|^2 and tr Sigma of each group that AdamW updates, and of `all`, from its moments after a step of
+    `tokens` tokens; nan before a second update. It serves steps of one micro-batch, whose noise shows between steps.
 
     A second moment is on average |G|^2 + tr Sigma / tokens, once its bias is corrected. A first moment is a mean over
     earlier steps, and has less noise. Both assume steps of one size, no clipping, and a constant G over a moment's
@@ -61,11 +61,11 @@ def from_moments(
     for group, first in moments["first"].items():
         options = group_config(optimizer, group)
         assert isinstance(options, GroupConfig)
-        beta = options.beta1
-        share_of_signal = (1 - beta**step) ** 2
-        share_of_noise = (1 - beta) / (1 + beta) * (1 - beta ** (2 * step))
-        second = moments["second"][group] / (1 - options.beta2**step)
-        variance = (share_of_signal * second - first) / (share_of_signal - share_of_noise) if step > 1 else math.nan
+        beta, weight = options.beta1, moments["first_weight"][group]  # 1 - beta^updates
+        known = weight > 1.001 * (1 - beta)
+        share_of_noise = (1 - beta) / (1 + beta) * (1 - (1 - weight) ** 2)
+        second = moments["second"][group] / moments["second_weight"][group] if known else math.nan
+        variance = (weight**2 * second - first) / (weight**2 - share_of_noise) if known else math.nan
         signal[group], noise[group] = second - variance, tokens * variance
     with_sum = lambda groups: {**groups, "all": sum(groups.values())}
     return {"moments_signal": with_sum(signal), "moments_noise": with_sum(noise)}
@@ -86,14 +86,14 @@ class Diagnosis:
         names = [name for pair in ESTIMATES.values() for name in pair]
         self.newest.append({name: measured[name] for name in names if name in measured})
 
-    def line(self, measured: dict, step: int, tokens: int) -> dict:
-        """Return the record for metrics.jsonl of the newest measured `step` of `tokens` valid tokens
+    def line(self, measured: dict, tokens: int) -> dict:
+        """Return the record for metrics.jsonl of the newest measured step of `tokens` valid tokens
         (training/diagnostics.py, as numbers): norms by group and by block, and the window's noise scale, of each group
         and of all. If the step is one micro-batch, the noise scale is from AdamW's moments."""
         measured = dict(measured)
         moments = measured.pop("moments")
         if tokens and moments["first"] and not math.isfinite(measured["signal"]["all"]):
-            measured |= from_moments(moments, self.optimizer, step, tokens)
+            measured |= from_moments(moments, self.optimizer, tokens)
         self._add(measured)
         groups, blocks = (_by_name(measured.pop(kind)) for kind in ("groups", "blocks"))
         line = {}

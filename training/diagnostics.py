@@ -151,11 +151,13 @@ def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]
 
 
 def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
-    """Return the sum of the `first` moments' squares, and of the `second` moments, of each group that AdamW updates."""
+    """Return sums of the `first` moments' squares, the `second` moments and both's weights, by groups of AdamW."""
     states = dict(_states_of(AdamState, opt_state))
     return {
         "first": {name: sum(map(square_sum, jax.tree.leaves(state.mu))) for name, state in states.items()},
         "second": {name: sum(map(jnp.sum, jax.tree.leaves(state.nu))) for name, state in states.items()},
+        "first_weight": {name: state.mu_weight for name, state in states.items()},
+        "second_weight": {name: state.nu_weight for name, state in states.items()},
     }
 
 

@@ -91,7 +91,7 @@ class Log(Hook):
                 values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
             self.just_read.append(ReadStep(step, values))
             if "diagnostics" in values:
-                measured = self.diagnosis.line(values.pop("diagnostics"), step, values["valid_tokens"])
+                measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
                 self.writer.write({"step": step, "tokens": run.tokens_after(step), "diagnostics": measured})
         self.unread.clear()
         # Once: steps completed before they are read would seem to take no time, and the first of them all of it.

@@ -208,7 +208,7 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
     measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis([], built.config.optimizer)
-    line = [diagnosis.line(measured, step, 512) for step in range(1, BLOCKS + 1)][-1]
+    line = [diagnosis.line(measured, 512) for _ in range(BLOCKS)][-1]
     run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
     traces = {figure.id: len(figure.traces) for figure in figures([run]) if figure.missing == MEASURED}
     assert len(traces) == 8 and all(traces.values()), traces
