@@ -67,7 +67,7 @@ class ModelConfig:
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
-    88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
+    87.3 - log(vocab_size): the loss divides by the sum of exp(logit), and float32 ends at exp(88.7) and exp(-87.3)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` and the validation loss exclude it; `z_loss` is the added term."""

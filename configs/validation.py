@@ -116,7 +116,7 @@ def validate(config: Config) -> None:
     for feature, channels in (("smear", SMEAR_CHANNELS), ("value_embeddings", VALUE_GATE_CHANNELS)):
         enough = model.width >= channels or not getattr(model, feature)
         require(enough, "model.width", f"model.{feature} reads {channels} channels of it")
-    most = math.floor(10 * (88.7 - math.log(model.vocab_size))) / 10
+    most = math.floor(10 * (87.3 - math.log(model.vocab_size))) / 10
     overflows = f"with model.vocab_size={model.vocab_size} the loss overflows float32; at most {most}"
     require(model.softcap <= most, "model.softcap", overflows)
     require(mesh.data != 0, "mesh.data", "give a number of replicas, or -1 for all")
