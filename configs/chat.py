@@ -6,8 +6,8 @@ The network's options, the length of a row and the tokenizer follow the network 
 that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too, and the
 optimizer starts from its moments. Options on the command line stay as given.
 
-The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall to
-0 over the last half. Muon does not decay, and its momentum rises from 0.85 to 0.95.
+The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall
+to 0 over the last half. Muon does not decay, and its momentum rises from 0.85 to 0.95.
 
 After a run of small.py with Muon at 0.02, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30
 nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python

@@ -92,10 +92,9 @@ def test_moments_tell_signal_from_noise_on_average(before):
 
 @pytest.mark.parametrize(("beta1", "weight"), [(0.0, 1.0), (0.8, 0.0), (0.8, float(np.float32(0.2)))])
 def test_moments_of_one_gradient_show_no_noise(beta1, weight):
-    moments = MOMENTS | dict.fromkeys(("first_weight", "second_weight"), {"embed": weight})
-    assert math.isnan(
-        from_moments(moments, OptimizerConfig(embed=GroupConfig(0.1, beta1)), 100)["moments_noise"]["all"]
-    )
+    moments = MOMENTS | {name: {"embed": weight} for name in ("first_weight", "second_weight")}
+    estimated = from_moments(moments, OptimizerConfig(embed=GroupConfig(0.1, beta1)), 100)
+    assert math.isnan(estimated["moments_noise"]["all"])
 
 
 def test_steps_of_one_gradient_take_the_noise_scale_from_the_moments():
