@@ -12,7 +12,7 @@ HELD_OUT_ROWS, FIRST_ROWS = "held-out rows", "the first rows of documents"
 
 def verdict(of: dict[str, Any], at: str, most_seeds: int) -> str:
     """Return a comparison's verdict as a sentence."""
-    axis, names = of["axes"][at], f"{of['recipe']} less {of['first']}"
+    axis, names = of["axes"][at], f"{of['recipe']} minus {of['first']}"
     if of["seeds"] == 1:
         return f"{names}: no verdict on the recipes, since there is one seed."
     where = f"at equal {at}, {shown(axis)} bits per byte of {of['text']}"
@@ -31,7 +31,7 @@ def shown(of: dict[str, Any]) -> str:
 
 def in_words(of: dict[str, Any], comparisons: int) -> str:
     """Return a comparison for a terminal."""
-    lines = [f"{of['recipe']}  less  {of['first']}, bits per byte of {of['text']}, 95% intervals"]
+    lines = [f"{of['recipe']} minus {of['first']}, bits per byte of {of['text']}, 95% intervals"]
     for name, axis in of["axes"].items():
         seeds = " ".join(f"{value:+.4f}" for value in axis["by_seed"])
         line = f"  equal {name:<8} {shown(axis)}  p {axis['p_corrected']:.2g}  by seed: {seeds}"
@@ -49,7 +49,7 @@ def in_words(of: dict[str, Any], comparisons: int) -> str:
 def as_table(compared: dict[str, Any]) -> str:
     """Return the comparisons as a table in Markdown."""
     at, comparisons = compared["at"], compared["comparisons"]
-    lines = [f"| less `{comparisons[0]['first']}` | bits per byte at equal {at}, 95% interval | p, corrected | seeds |"]
+    lines = [f"| minus `{comparisons[0]['first']}` | bits per byte at equal {at}, 95% interval | corrected p | seeds |"]
     lines.append("| --- | --- | --- | --- |")
     for of in comparisons:
         about = "" if of["text"] == HELD_OUT_ROWS else f", of {of['text']}"
@@ -79,7 +79,7 @@ def draw(compared: dict[str, Any], path: Path) -> None:
     panel.axvline(0, color="black", linewidth=1)
     panel.set_yticks(range(len(comparisons)), [of["recipe"].replace(" --", "\n--") for of in comparisons])
     panel.set_ylim(len(comparisons) - 0.5, -0.5)
-    panel.set_xlabel(f"bits per byte, less {comparisons[0]['first']}; 95% intervals, a tick for each seed")
+    panel.set_xlabel(f"bits per byte, minus {comparisons[0]['first']}; 95% intervals, a tick for each seed")
     panel.grid(alpha=0.3, axis="x")
     panel.legend(fontsize="small")
     write_picture(path, figure)

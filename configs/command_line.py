@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -54,9 +55,10 @@ class _NoMore:
 def load_config(path: str) -> tuple[Config, Derive]:
     """Run the config file's `get_config()`, and find its `derive(config, given)`, which sets options that depend on the
     given ones. Raise UserError if the file is missing, fails, or returns no Config."""
+    path = os.path.expanduser(path)  # a shell leaves the ~ of --config=~/mine.py
     if not Path(path).is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
-        raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")
+        raise UserError(f"--config={path}: no such file; configs here: {known or 'none; run it in the repository'}")
     spec = importlib.util.spec_from_file_location("run_config", path)
     if spec is None or spec.loader is None:
         raise UserError(f"--config={path}: not a Python file; a config ends in .py and defines get_config() -> Config")

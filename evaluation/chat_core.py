@@ -7,6 +7,7 @@ written, with the calculator, and right if the number after #### is. The items a
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -66,6 +67,8 @@ def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
 
 def _read_task(folder: str, label: str, items: int | None) -> Task:
     files, columns, item_of, kind = SETS[label]
+    if not any(Path(folder).glob(files)):
+        raise UserError(f"--bundle={folder}: no file {files}; docs/evaluation.md says how to download it")
     made = []
     for number, row in enumerate(parquet_rows(f"{folder}/{files}", columns), 1):
         try:

@@ -186,7 +186,7 @@ def in_words(name: str, other: str, comparison: dict[str, Any]) -> str:
     verdict = "within noise" if noise else f"{name if difference < 0 else other} is better"
     verdict = "one document has no standard error" if noise is None else verdict
     verdict = "rounding, since the parameters are the same" if comparison["same_parameters"] else verdict
-    return f"{name} less {other}: {difference:+.4f} bits per byte, {verdict}"
+    return f"{name} minus {other}: {difference:+.4f} bits per byte, {verdict}"
 
 
 def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:

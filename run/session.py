@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jax
@@ -250,7 +251,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
         f"{summed_up(spent)}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
-        f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
+        f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
     )
     tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)

@@ -198,16 +198,16 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
     """Send SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and repeat the command each time. A second
     process is refused while one writes to the run."""
     monkeypatch.chdir(folder)
-    run_dir = folder / "killed"
-    process = start(folder, "--run_dir=killed")
+    run_dir = folder / "killed twice"
+    process = start(folder, "--run_dir=killed twice")
     wait_until((run_dir / "checkpoints" / "20").exists, process)
     process.send_signal(signal.SIGSTOP)
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=killed") == 2
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=killed twice") == 2
     assert f"is being written to by another process (process {process.pid} on " in capfd.readouterr().err
     process.kill()
     process.communicate()
     for sign, code in ((signal.SIGINT, 130), (signal.SIGTERM, PREEMPTED)):
-        began, process = time.time(), start(folder, "--run_dir=killed")
+        began, process = time.time(), start(folder, "--run_dir=killed twice")
         wait_until(lambda began=began: read_metrics(run_dir)[-1]["time"] > began, process)
         process.send_signal(sign)
         output = process.communicate()[0].decode()
@@ -215,7 +215,8 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
         assert not (run_dir / "summary.json").exists()
         saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
         assert f"stopped after step {saved} of 120" in output
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=killed") == 0
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=killed twice") == 0
+    assert "python sample.py --run_dir='killed twice' --prompt=" in capfd.readouterr().out
     assert_as_untouched(run_dir, untouched)
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
 

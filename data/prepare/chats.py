@@ -4,9 +4,9 @@
     python -m data.prepare.chats mmlu --source='hf:cais/mmlu:all/auxiliary_train*' --out=mmlu.jsonl
     python -m data.prepare.chats gsm8k --source='hf:openai/gsm8k:main/train*' --out=gsm8k.jsonl
 
-chitchat   chats of two people, from the package chitchat-dataset (pip install -e ".[chitchat]")
-mmlu       rows with `question`, four `choices` and the `answer`'s index: its letter is the answer, as in nanochat
-gsm8k      rows with `question` and `answer`: <<EXPRESSION=RESULT>> becomes a call of Python and its output
+    chitchat   chats of two people, from the package chitchat-dataset (pip install -e ".[chitchat]")
+    mmlu       rows with `question`, four `choices` and the `answer`'s index: its letter is the answer, as in nanochat
+    gsm8k      rows with `question` and `answer`: <<EXPRESSION=RESULT>> becomes a call of Python and its output
 
 A row that makes no conversation is left out and counted. docs/fine-tuning.md mixes these as nanochat does.
 """

@@ -74,9 +74,10 @@ def find_corpus(
     left = [file for file, _ in listed if not library and not file.name.endswith(suffixes)]
     described = _described(left)
     if not files:
+        kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
         raise UserError(
-            f"{source or 'an empty --source'}: no file of text found there{described}; give `stdlib`, "
-            f"`hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
+            f"{source or 'an empty --source'}: {f'no file of {kind}' if listed else 'nothing'} found there{described}; "
+            f"give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(suffixes)}"
         )
     minor = [file for file in left if file.name.find("/.") < 0 and _advice(_extension(file.name)) not in ("", NO_TEXT)]
     is_minor = "://" not in files[0].url and not is_hub and _size(minor) > _size(files)

@@ -46,7 +46,7 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ("other.py", "other.py: there is no such file"),
+        ("other.py", "other.py: no such file"),
         ("tiny.py --model.kv_heads=7", "kv_heads"),
         ("tiny.py 'x", "No closing quotation"),
         ("tiny.py --resume=never --checkpoint.folder=x --stability.rollback --log.on_event=x", "recipes are the same"),
@@ -229,11 +229,11 @@ def verdict_of(differences: list[float]) -> str:
 
 
 def test_a_verdict_says_what_the_seeds_show():
-    assert verdict_of([-0.1]) == "B less A: no verdict on the recipes, since there is one seed."
+    assert verdict_of([-0.1]) == "B minus A: no verdict on the recipes, since there is one seed."
     assert verdict_of([-0.1, -0.1001, -0.0999]).startswith("B is better than A at equal tokens, -0.1000 [-0.1")
     assert verdict_of([0.1, 0.1001, 0.0999]).startswith("B is worse than A at equal tokens, +0.1000 [+0.0")
-    assert verdict_of([-0.1, 0.1, 0.0]).startswith("B less A: no difference is shown so far at equal tokens, ")
-    assert verdict_of([-0.1, 0.1] * 2 + [0.0]).startswith("B less A: no difference is shown after all seeds at equal")
+    assert verdict_of([-0.1, 0.1, 0.0]).startswith("B minus A: no difference is shown so far at equal tokens, ")
+    assert verdict_of([-0.1, 0.1] * 2 + [0.0]).startswith("B minus A: no difference is shown after all seeds at equal")
 
 
 def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, capsys):
@@ -250,7 +250,7 @@ def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, cap
     printed = capsys.readouterr().out
     assert all(pair["verdict"] in printed for pair in pairs) and "of its run)" in printed
     table = Path("runs/compare/compare.md").read_text().splitlines()
-    assert table[0].startswith("| less `tiny.py` | bits per byte at equal tokens") and len(table) == 4
+    assert table[0].startswith("| minus `tiny.py` | bits per byte at equal tokens") and len(table) == 4
     monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
     assert report.main() == Exit.COMPLETE
     page = Path("runs/compare/report.html").read_text()

@@ -137,11 +137,15 @@ def test_a_missing_config_is_refused_with_one_to_try(argv, path):
         parse("", argv=argv)
 
 
-def test_a_missing_config_file_is_refused_with_the_existing_ones(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=r"--config=nowhere\.py: there is no such file") as error:
-        parse("", argv=["--config=nowhere.py"])
-    assert str(error.value).split("configs here: ")[1] == ", ".join(str(path.relative_to(ROOT)) for path in LADDER)
+def test_a_missing_config_file_is_refused_with_the_existing_ones_or_the_place_to_look(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(ROOT / "configs"))
+    assert parse("", argv=["--config=~/small.py"])[0].name == "small"
+    known = ", ".join(str(path.relative_to(ROOT)) for path in LADDER)
+    for folder, here in (ROOT, known), (tmp_path, "none; run it in the repository"):
+        monkeypatch.chdir(folder)
+        with pytest.raises(UserError, match=r"--config=nowhere\.py: no such file") as error:
+            parse("", argv=["--config=nowhere.py"])
+        assert str(error.value).split("configs here: ")[1] == here
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,6 @@ def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
 
 def test_missing_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    for source, message in (tmp_path / "nothing", "nothing: no file of text"), (tmp_path, "no document with text"):
+    for source, message in (tmp_path / "no", "no: nothing found there; give `std"), (tmp_path, "no document with text"):
         with pytest.raises(UserError, match=message):
             read_sources(str(source), 10, "text", tmp_path, tmp_path)

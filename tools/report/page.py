@@ -68,8 +68,8 @@ def _recipes(pair: dict[str, Any]) -> str:
         rows[-1][1:] = [f"not comparable: {why}", "", ""]
     if of := pair["documents"]:
         rows.append([f"these networks, over {of['documents']} documents", f"{of['difference']:+.4f}", ends(of), ""])
-    title = f"<h2>{escape(pair['recipe'])} less {escape(pair['first'])}</h2><p>{escape(pair['verdict'])}</p>"
-    return title + table(["", "bits per byte", "95% interval", "p, corrected"], rows)
+    title = f"<h2>{escape(pair['recipe'])} minus {escape(pair['first'])}</h2><p>{escape(pair['verdict'])}</p>"
+    return title + table(["", "bits per byte", "95% interval", "corrected p"], rows)
 
 
 def _know(runs: list[Run], now: float) -> str:

@@ -109,7 +109,8 @@ def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
         (f"{tmp_path}/b.parquet", False): f"no column 'text'; nor elsewhere; {need}",
         (f"{tmp_path}/c.parquet", True): "has no column 'messages'",
         ("stdlib", True): "stdlib is text; chat-stdlib is conversations made of it",
-        (str(tmp_path / "*.txt"), True): "no file of text found",
+        (str(tmp_path / "*.txt"), True): r"\*.txt: nothing found there; give `chat-stdlib`, .* a glob of .jsonl",
+        (str(Path(__file__).parent), True): "no file of conversations found there; left out: .* give `chat-stdlib`",
     }
     for (source, conversations), message in refused.items():
         with pytest.raises(UserError, match=message):
