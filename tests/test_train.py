@@ -574,6 +574,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     lines = listed()
     assert lines.keys() == {"step", "100", "120"}
     assert "verified" in lines["120"] and f"{summary(untouched)['val_bpb']:.4f}" in lines["120"]
+    assert lines["100"].split()[2] == "-"  # not evaluated
     damage(folder / "half" / "checkpoints" / "120")
     assert run("inspect_run", monkeypatch, "half") == Exit.UNREADABLE
     lines = listed()

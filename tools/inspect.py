@@ -1,6 +1,5 @@
 """Read and verify all checkpoints of a run: python -m tools.inspect RUN."""
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ def main() -> int:
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
-            verdict = f"{checkpoints.scores.get(step, math.nan):9.4f} {hours:10.1f}  verified"
+            bits = f"{checkpoints.scores[step]:.4f}" if step in checkpoints.scores else "-"
+            verdict = f"{bits:>9} {hours:10.1f}  verified"
         except StorageLost:
             raise
         except Exception as error:
