@@ -30,6 +30,7 @@ BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
+PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class TextTokenizer:
     def json_with_bos(self) -> str:
         """Return the tokenizer.json for other programs: it writes the BOS before a text, as training does.
         `load_tokenizer` undoes it."""
-        written = re.sub(r'("post_processor":\s*)null', lambda match: match[1] + self._template, self.json, count=1)
-        if written != self.json or self.library.encode("").ids[:1] == [self.bos]:
-            return written
-        content = json.loads(self.json)
-        chain = [*filter(None, [content.get("post_processor")]), json.loads(self._template)]
-        return json.dumps(content | {"post_processor": {"type": "Sequence", "processors": chain}}, ensure_ascii=False)
+        if self.library.encode("").ids[:1] == [self.bos]:
+            return self.json
+        text = self.json if '"post_processor":' in self.json else self.json.replace("{", '{"post_processor": null, ', 1)
+        (head,) = re.findall(r'(?s)^.*?"post_processor":\s*', text)
+        end = json.JSONDecoder().raw_decode(text, len(head))[1]
+        own, ours = text[len(head) : end], self._template
+        return head + (ours if own == "null" else f"{PROCESSORS}{own}, {ours}]}}") + text[end:]
 
     @property
     def _template(self) -> str:
@@ -152,7 +154,9 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     try:
         tokenizer = TextTokenizer(patiently(str(path), path.read_bytes).decode())
         if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
-            tokenizer = TextTokenizer(tokenizer.json.replace(tokenizer._template, "null"))
+            before, both, after = tokenizer.json.partition(f", {tokenizer._template}]}}")
+            plain = before.replace(PROCESSORS, "", 1) + after if both else before.replace(tokenizer._template, "null")
+            tokenizer = TextTokenizer(plain)
         _ = tokenizer.library
     except StorageLost:
         raise

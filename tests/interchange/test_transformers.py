@@ -196,14 +196,16 @@ def test_the_tokenizer_is_the_same(everything):
     assert load_tokenizer(folder).sha256 == TOKENIZER.sha256
 
 
-def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos():
+def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos(tmp_path):
     content = json.loads(TOKENIZER.json)
     theirs = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    other = TextTokenizer(json.dumps(content | {"post_processor": theirs}))
+    other = TextTokenizer(json.dumps(content | {"post_processor": theirs}, indent=2))
     written = Tokenizer.from_str(other.json_with_bos)
     assert written.encode("to be").ids == [other.bos, *other.encode(["to be"])[0]]
     again = TextTokenizer(other.json_with_bos)
     assert again.json_with_bos == again.json
+    (tmp_path / "tokenizer.json").write_text(again.json)
+    assert load_tokenizer(tmp_path) == other
 
 
 def test_gradient_checkpointing_changes_no_gradient(everything):
