@@ -33,23 +33,22 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
     hot = sampling.temperature > 0
 
     def drawn() -> Int[Array, "rows"]:
-        scaled = logits / jnp.where(hot, sampling.temperature, 1)[:, None]
+        # The likeliest token has 0, and the share 1, whatever is rounded: a low temperature makes numbers large.
+        scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / jnp.where(hot, sampling.temperature, 1)[:, None]
         order = ordered(scaled)
         most = jnp.where(sampling.top_k == 0, jnp.inf, sampling.top_k)
         lowest = threshold(order, jnp.ones_like(scaled), most)
-        shares = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
-        shares = jnp.where(order >= lowest, shares, 0)
+        shares = jnp.where(order >= lowest, jnp.exp(scaled), 0)
 
         def of_top_p() -> UInt32[Array, "rows 1"]:
-            enough = jnp.where(sampling.top_p < 1, sampling.top_p * jnp.sum(shares, axis=1), jnp.inf)
+            enough = jnp.where(sampling.top_p < 1, jnp.maximum(sampling.top_p, 1e-9) * jnp.sum(shares, axis=1), jnp.inf)
             return threshold(order, shares, enough)
 
         lowest = jax.lax.cond(jnp.any(sampling.top_p < 1), of_top_p, lambda: jnp.zeros_like(lowest))
         shares = jnp.where(order >= lowest, shares, 0)
         uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
-        total = sums(shares)[:, 0]
-        place = jax.vmap(uniform)(sampling.seed, positions) * total
-        return jnp.where(total > 0, place_in(shares, place), likeliest)  # near 0, rounding can leave no share
+        place = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
+        return place_in(shares, place)
 
     likeliest = jnp.argmax(logits, axis=1)
     draws = jax.lax.cond(jnp.any(hot), drawn, lambda: likeliest)

@@ -46,10 +46,10 @@ def test_frequencies_are_the_distribution_s(temperature, top_k, top_p):
 
 
 def test_rows_draw_by_their_own_options_and_seeds():
-    options = [0, 1, 1, 1, 1e-12], [0, 1, 0, 0, 0], [1, 1, 1e-6, 1, 1]
-    mixed = Sampling(*(np.array(x, np.float32) for x in options), np.arange(5))
-    tokens = np.asarray(jax.jit(draw)(jnp.tile(LOGITS, (5, 1)), jnp.full(5, 5), mixed))
-    assert tokens[[0, 1, 2, 4]].tolist() == [LOGITS.argmax()] * 4
+    options = [0, 1, 1, 1, 1, 1e-9, 1.2e-38], [0, 1, 0, 0, 0, 0, 0], [1, 1, 1e-6, 1, 1e-40, 1, 1]
+    mixed = Sampling(*(np.array(x, np.float32) for x in options), np.arange(7))
+    tokens = np.asarray(draw(jnp.tile(LOGITS, (7, 1)), jnp.full(7, 5), mixed))
+    assert tokens[[0, 1, 2, 4, 5, 6]].tolist() == [LOGITS.argmax()] * 6
     assert tokens[3] == draws(1.0, 0, 1.0)[3]
     assert np.mean(draws(1.0, 0, 1.0) == draws(1.0, 0, 1.0, seed=ROWS)) < 0.2
 
