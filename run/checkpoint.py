@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, UInt32
 
-from configs.retry import causes, first_line, passes, patiently, role
+from configs.retry import StorageLost, causes, first_line, passes, patiently, role
 from configs.schema import UserError
 from hosts.runtime import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.record import place, reading
@@ -133,7 +133,7 @@ class Checkpoints:
         reads, for as long as its disk or store needs."""
 
         def read() -> dict:
-            with _damage():
+            with _damage(self.folder / str(step)):
                 facts = read_facts(self.folder / str(step))
                 if facts.pop("sha256", None) != digest(facts):
                     raise Damaged("facts/metadata differs from what was saved")
@@ -146,7 +146,7 @@ class Checkpoints:
         needs. Then all agree on the result."""
 
         def read() -> dict[str, Any]:
-            with _damage():
+            with _damage(self.folder / str(step)):
                 return {name: read_arrays(self.folder / str(step) / name, of) for name, of in items.items()}
 
         return on_every_process(f"checkpoint {step}", lambda: patiently(f"checkpoint {step}", read))
@@ -193,8 +193,9 @@ def read_facts(folder: epath.Path) -> dict:
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
-    """Turn errors of reading a checkpoint into Damaged, except those of the disk, store or memory."""
+def _damage(checkpoint: epath.Path) -> Iterator[None]:
+    """Turn errors of reading a checkpoint into Damaged, except those of the disk, store or memory. Raise StorageLost if
+    its run has deleted it meanwhile: the same command finds a newer one."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -204,6 +205,8 @@ def _damage() -> Iterator[None]:
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
+        if not is_there(checkpoint / COMMITTED if str(checkpoint).startswith("gs://") else checkpoint):
+            raise StorageLost(f"{checkpoint} was deleted while it was read") from error
         raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's message names no array
 
 
