@@ -48,8 +48,8 @@ class Arguments(SamplingArguments):
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    if arguments.serve and (arguments.prompt or arguments.system or arguments.tokens):
-        raise UserError("--serve takes no --prompt, --system or --tokens: each request has its own")
+    if arguments.serve and (arguments.prompt or arguments.system or arguments.tokens or arguments.seed):
+        raise UserError("--serve takes no --prompt, --system, --tokens or --seed: each request has its own")
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     folder = at_hand(arguments.run_dir)

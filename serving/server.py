@@ -165,7 +165,8 @@ class Service:
                     new, count = text.add(token), count + 1
                     reason = "stop" if text.stopped else ""
                 case end:
-                    new, reason = text.kept, end
+                    new = text.add(None)
+                    reason = "stop" if text.stopped else end
             if new:
                 yield chunk({"content": new})
         yield chunk({}, reason)

@@ -111,7 +111,7 @@ class Terminal:
         finally:
             signal.signal(signal.SIGINT, before)
             self.engine.drop(answer)
-        print(flush=True)
+        print(CONTROL.sub("\ufffd", text.add(None)), flush=True)
         return stopped
 
     def obey(self, command: str) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 
 SHOWN = dict(zip(CHAT_TOKENS[4:], ("`", "`", " = `", "` ")))  # a call of the calculator reads `2+2` = `4`
@@ -14,16 +12,23 @@ class AnswerText:
     of `stops`, before which the text ends."""
 
     def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = ()):
-        self.library, self.stops = tokenizer.library, [stop for stop in stops if stop]
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
         self.shown = {tokenizer.special_tokens[name]: text for name, text in SHOWN.items()}
-        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.tokens: list[int] = []
+        """The last tokens with text, `given` in number, and those after them."""
+        self.given = 0
         self.kept = ""
         """Text that may become a stop."""
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """Return the text that a token adds."""
-        self.kept += self.shown.get(token) or self.decoder.step(self.library, token) or ""
+    def add(self, token: int | None) -> str:
+        """Return the text that a token adds, or, with None, the rest at the answer's end."""
+        self.tokens += [] if token is None or token in self.shown else [token]
+        before, now = (self.tokenizer.decode(tokens) for tokens in (self.tokens[: self.given], self.tokens))
+        if len(now) > len(before) and (token in (None, *self.shown) or not now.endswith("\ufffd")):
+            self.kept += now[len(before) :].rstrip("\ufffd")
+            self.tokens, self.given = self.tokens[self.given :], len(self.tokens) - self.given
+        self.kept += self.shown.get(token, "")
         ends = [self.kept.find(stop) for stop in self.stops if stop in self.kept]
         begun = [
             n
@@ -32,6 +37,6 @@ class AnswerText:
             if self.kept.endswith(stop[:n])
         ]
         self.stopped = bool(ends)
-        certain = min(ends) if ends else len(self.kept) - max(begun, default=0)
+        certain = min(ends) if ends else len(self.kept) - max(begun, default=0) * (token is not None)
         text, self.kept = self.kept[:certain], self.kept[certain:]
         return text

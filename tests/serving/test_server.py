@@ -20,15 +20,18 @@ from types import SimpleNamespace
 import jax
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 import chat
 from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer, convert_tiktoken
 from evaluation.engine import Engine
 from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server
+from serving.text import AnswerText
 from tests.evaluation.test_engine import network
 from tests.helpers import arrays_of
 from tests.ports import free_ports
@@ -184,6 +187,16 @@ def test_a_text_ends_before_the_first_of_its_stops():
         wait_until(lambda: engine.free == 1)
 
 
+def test_bytes_that_are_no_character_cost_no_text():
+    """Earlier bytes of their run are no characters either, then."""
+    library = Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)} | {"b": 256}, [], byte_fallback=True))
+    library.decoder = decoders.ByteFallback()  # pyright: ignore[reportAttributeAccessIssue]
+    ranks = {bytes([i]): i for i in range(256)} | {b"b\xc3": 256}
+    for tokenizer in TextTokenizer(library.to_str()), convert_tiktoken(ranks, r"\w+", {}):
+        text, call = AnswerText(whole := tokenizer.with_chat_tokens), whole.special_tokens["<|python_start|>"]
+        assert "".join(map(text.add, (65, 255, 256, call, 65, 256, None))) == "A\ufffdb`Ab"
+
+
 def test_several_requests_are_answered_at_once_and_those_beyond_the_queue_refused():
     engine = FakeEngine(echo, slots=3)
     engine.gate.clear()
@@ -300,8 +313,8 @@ def test_chat_py_serves_a_network_until_it_is_asked_to_stop(tmp_path, monkeypatc
         assert ask(client, max_tokens=3).usage.completion_tokens <= 3
         again = ask(client, max_tokens=1).usage
         assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1
-        for options, problem in ([], f"--port={port}: no server can listen"), (["--prompt=x"], "each request has its"):
-            monkeypatch.setattr(sys, "argv", command + options)
+        for option, problem in ("--queue=1", "no server can"), ("--prompt=x", "has its"), ("--seed=5", "has its"):
+            monkeypatch.setattr(sys, "argv", [*command, option])
             with pytest.raises(UserError, match=problem):
                 chat.main()
         server.send_signal(signal.SIGTERM)
