@@ -195,7 +195,7 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     conversations = facts["made_from"].get("conversations", False)
     given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
     if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
-        raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
+        raise UserError(f"{folder} has another tokenizer; prepare it again with --tokenizer={config.tokenizer}")
     listed = {part: [s[part] for s in facts["shards"] if part in s] for part in ("train", "val")}
     shards = {part: {folder / shard["file"]: shard["sha256"] for shard in listed[part]} for part in listed}
     below = f"a hash below {facts['val_threshold']:.4g} of a document's text"

@@ -73,8 +73,8 @@ class TextTokenizer:
             return self.json
         text = self.json if '"post_processor":' in self.json else self.json.replace("{", '{"post_processor": null, ', 1)
         (head,) = re.findall(r'(?s)^.*?"post_processor":\s*', text)
-        end = json.JSONDecoder().raw_decode(text, len(head))[1]
-        own, ours = text[len(head) : end], self._template
+        end, ours = json.JSONDecoder().raw_decode(text, len(head))[1], self._template
+        own = text[len(head) : end]
         return head + (ours if own == "null" else f"{PROCESSORS}{own}, {ours}]}}") + text[end:]
 
     @property

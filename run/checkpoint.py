@@ -194,8 +194,7 @@ def read_facts(folder: epath.Path) -> dict:
 
 @contextmanager
 def _damage(checkpoint: epath.Path) -> Iterator[None]:
-    """Turn errors of reading a checkpoint into Damaged, except those of the disk, store or memory. Raise StorageLost if
-    its run has deleted it meanwhile: the same command finds a newer one."""
+    """Turn errors of reading a checkpoint into Damaged, or StorageLost if it is gone, except a disk's or of memory."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):

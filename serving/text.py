@@ -28,14 +28,10 @@ class AnswerText:
         if len(now) > len(before) and (token in (None, *self.shown) or not now.endswith("\ufffd")):
             self.kept += now[len(before) :].rstrip("\ufffd")
             self.tokens, self.given = self.tokens[self.given :], len(self.tokens) - self.given
-        self.kept += self.shown.get(token, "")
+        self.kept += self.shown[token] if token in self.shown else ""
         ends = [self.kept.find(stop) for stop in self.stops if stop in self.kept]
-        begun = [
-            n
-            for stop in self.stops
-            for n in range(1, min(len(stop), len(self.kept) + 1))
-            if self.kept.endswith(stop[:n])
-        ]
+        parts = [stop[:n] for stop in self.stops for n in range(1, min(len(stop), len(self.kept) + 1))]
+        begun = [len(part) for part in parts if self.kept.endswith(part)]
         self.stopped = bool(ends)
         certain = min(ends) if ends else len(self.kept) - max(begun, default=0) * (token is not None)
         text, self.kept = self.kept[:certain], self.kept[certain:]

@@ -241,7 +241,7 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
 
 
 def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
-    with pytest.raises(UserError, match="is not the tokenizer that"):
+    with pytest.raises(UserError, match=f"{made} has another.*; prepare it again with --tokenizer={tokenizer}$"):
         opened(made, cache, tokenizer=str(tokenizer))
     assert opened(made, cache, tokenizer=str(made / "tokenizer")).tokenizer.vocab_size == SIZE
     (made / "tokenizer" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())

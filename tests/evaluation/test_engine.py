@@ -10,6 +10,7 @@ import pytest
 
 from configs.schema import UserError
 from data.prepare.selection import train_tokenizer
+from data.tokenizer import CHAT_TOKENS
 from evaluation.engine import Engine
 from evaluation.network import Network
 from model.sampling import Sampling
@@ -142,9 +143,7 @@ def chain(*tokens):
 
 def test_it_stops_and_a_call_of_python_is_followed_by_its_output():
     encode = lambda text: [TOKENIZER.encode([letter])[0][0] for letter in text]
-    start, end, output, output_end = (SPECIAL[f"<|{name}|>"] for name in (
-        "python_start", "python_end", "output_start", "output_end",
-    ))  # fmt: skip
+    start, end, output, output_end = (SPECIAL[name] for name in CHAT_TOKENS[4:])
     call, after = [start, *encode("6*7"), end], encode("!")
     prompt = [0, *encode("?")]
     engine = Engine(chain(prompt[1], *call, 0, output_end, *after, SPECIAL["<|assistant_end|>"]))
