@@ -13,7 +13,7 @@ class AnswerText:
 
     def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        self.shown = {tokenizer.special_tokens[name]: text for name, text in SHOWN.items()}
+        self.shown: dict[int | None, str] = {tokenizer.special_tokens[name]: text for name, text in SHOWN.items()}
         self.tokens: list[int] = []
         """The last tokens with text, `given` in number, and those after them."""
         self.given = 0
@@ -28,7 +28,7 @@ class AnswerText:
         if len(now) > len(before) and (token in (None, *self.shown) or not now.endswith("\ufffd")):
             self.kept += now[len(before) :].rstrip("\ufffd")
             self.tokens, self.given = self.tokens[self.given :], len(self.tokens) - self.given
-        self.kept += self.shown[token] if token in self.shown else ""
+        self.kept += self.shown.get(token, "")
         ends = [self.kept.find(stop) for stop in self.stops if stop in self.kept]
         parts = [stop[:n] for stop in self.stops for n in range(1, min(len(stop), len(self.kept) + 1))]
         begun = [len(part) for part in parts if self.kept.endswith(part)]

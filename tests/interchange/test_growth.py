@@ -52,8 +52,7 @@ def base(folder, kind, as_run):
 
 
 @pytest.mark.parametrize(
-    ("kind", "as_run", "mesh"),
-    [("fits", True, (1, 1, 1)), ("grows", True, (2, 2, 2)), ("grows", False, (1, 1, 1))],
+    "kind, as_run, mesh", [("fits", True, (1, 1, 1)), ("grows", True, (2, 2, 2)), ("grows", False, (1, 1, 1))]
 )
 def test_rows_are_added_for_the_tokens_of_conversations_and_nothing_else_changes(tmp_path, kind, as_run, mesh):
     old, folder, size = OLD[kind], tmp_path / "base", SIZES[kind]

@@ -18,9 +18,8 @@ LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 
 
 def draws(temperature, top_k, top_p, seed=0):
-    options = Sampling(
-        *(np.full(ROWS, x) for x in (np.float32(temperature), top_k, np.float32(top_p))), np.arange(ROWS) + seed
-    )
+    of_rows = (np.full(ROWS, x) for x in (np.float32(temperature), top_k, np.float32(top_p)))
+    options = Sampling(*of_rows, np.arange(ROWS) + seed)
     return np.asarray(jax.jit(draw)(np.tile(LOGITS, (ROWS, 1)), jnp.full(ROWS, 5), options))
 
 
@@ -46,9 +45,8 @@ def test_frequencies_are_the_distribution_s(temperature, top_k, top_p):
 
 
 def test_rows_draw_by_their_own_options_and_seeds():
-    options = [0, 1, 1, 1, 1, 1e-9, 1.2e-38], [0, 1, 0, 0, 0, 0, 0], [1, 1, 1e-6, 1, 1e-40, 1, 1]
-    mixed = Sampling(*(np.array(x, np.float32) for x in options), np.arange(7))
-    tokens = np.asarray(draw(jnp.tile(LOGITS, (7, 1)), jnp.full(7, 5), mixed))
+    mixed = np.array([[0, 1, 1, 1, 1, 1e-9, 1.2e-38], [0, 1, 0, 0, 0, 0, 0], [1, 1, 1e-6, 1, 1e-40, 1, 1]], np.float32)
+    tokens = np.asarray(draw(jnp.tile(LOGITS, (7, 1)), jnp.full(7, 5), Sampling(*mixed, np.arange(7))))
     assert tokens[[0, 1, 2, 4, 5, 6]].tolist() == [LOGITS.argmax()] * 6
     assert tokens[3] == draws(1.0, 0, 1.0)[3]
     assert np.mean(draws(1.0, 0, 1.0) == draws(1.0, 0, 1.0, seed=ROWS)) < 0.2

@@ -136,8 +136,8 @@ def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_pat
     saved(tmp_path, (1,))
     for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
         (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
-    reader, params = Checkpoints(tmp_path), state_on(1)[1].params
-    assert reader.restore_params(params)[1] == 1
+    reader = Checkpoints(tmp_path)
+    assert reader.restore_params(state_on(1)[1].params)[1] == 1
     assert names(tmp_path) == ["1", "2.deleted", "7.orbax-checkpoint-tmp"]  # reading deletes nothing
     checkpoints = Saver(tmp_path, CheckpointConfig(keep=1), scores={1: 1.5})
     assert names(tmp_path) == ["1"] and checkpoints.scores == {1: 1.5}
@@ -148,7 +148,7 @@ def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_pat
     checkpoints.close()
     assert names(tmp_path) == ["3"]
     with pytest.raises(retry.StorageLost, match="1 was deleted while it was read"):
-        reader.restore_params(params)
+        reader.restore_params(state_on(1)[1].params)
 
 
 def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):

@@ -166,9 +166,8 @@ def test_the_engine_s_options_follow_from_the_request():
     with served(engine) as client:
         client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
         cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
-    assert [(choice.message.content, choice.finish_reason) for choice in cut] == [
-        (TOKENIZER.decode(spell("many words")[:4]), "length")
-    ] * 2
+    four = TOKENIZER.decode(spell("many words")[:4])
+    assert [(choice.message.content, choice.finish_reason) for choice in cut] == [(four, "length")] * 2
     (tokens, sampling), (_, one), (_, other) = engine.begun
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
     assert sampling == (0.5, 40, 0.9, 5) and one[:3] == (0.8, 40, 1.0) and one.seed != other.seed
@@ -188,7 +187,6 @@ def test_a_text_ends_before_the_first_of_its_stops():
 
 
 def test_bytes_that_are_no_character_cost_no_text():
-    """Earlier bytes of their run are no characters either, then."""
     library = Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)} | {"b": 256}, [], byte_fallback=True))
     library.decoder = decoders.ByteFallback()  # pyright: ignore[reportAttributeAccessIssue]
     ranks = {bytes([i]): i for i in range(256)} | {b"b\xc3": 256}
