@@ -168,12 +168,10 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 def byte_level(model: models.BPE, *splits: str) -> Tokenizer:
     """Return a tokenizer that cuts text by the expressions in turn, and writes one letter per byte."""
     cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
-    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _text_bytes(token: str) -> int:
-    """Return the bytes of an added token, or of a sentencepiece vocabulary's: `<0x0A>` is a byte, `▁` a space."""
-    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([*cuts, letters]), decoders.ByteLevel()
+    return tokenizer
 
 
 def _text_bytes(token: str) -> int:
