@@ -1,6 +1,6 @@
 """Opening and checking a dataset folder.
 
-It is on this machine, and its shards are mapped into memory, or at a URL, and rows are read from there (data/store.py).
+It is on this machine, or at a URL, and rows are read from there (data/store.py).
 A folder from data.prepare has a dataset.json. A folder with only .bin shards, as from llm.c and modded-nanogpt, also
 works: shards with the word `val` in their names are held out, and `data.tokenizer` gives their tokenizer.
 """
@@ -26,7 +26,7 @@ from jaxtyping import Integer
 from configs.schema import DataConfig, UserError
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
 from data.record import HELD_OUT, name_words, read_record
-from data.shards import NO_INDEX, MappedShard, TokenStream
+from data.shards import NO_INDEX, LocalShard, TokenStream
 from data.store import BlockCache, Shard, Store, StoredShard, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -122,7 +122,7 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
     """Return the dataset in the folder `source`, on this machine or at a URL. Raw text is prepared once, in `cache`.
     Raise UserError if anything in the dataset is invalid."""
     folder, shards = Path(os.path.expanduser(source)), []
-    opened: Callable[[Path], Shard] = partial(MappedShard, remembered=cache / "examined")
+    opened: Callable[[Path], Shard] = partial(LocalShard, remembered=cache / "examined")
     if "://" in source and not os.path.exists(folder):
         store = Store(source)
         folder, shards = _copied(store, config, cache)

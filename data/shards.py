@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Integer, Shaped
@@ -37,7 +37,7 @@ HEADER_BYTES = 1024
 BLOCK_BYTES = 65_536  # small relative to a step's rows (a few KB each); large relative to a store's cost per request
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
 NO_INDEX = bytes(32)
-MAPPED = 256  # local shards that are open at a time
+OPEN = 256  # local shards that are open at a time
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -114,7 +114,7 @@ class Blocks(NamedTuple):
             raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the start reads the complete shard")
         return kind
 
-    def wrong(self, first: int, content: bytes | memoryview) -> int | None:
+    def wrong(self, first: int, content: bytes | bytearray) -> int | None:
         """Return the first block of `content`, the shard's bytes from block `first` on, that differs from its
         record."""
         for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
@@ -197,8 +197,9 @@ def remember(folder: Path, version: str, make: Callable[[], Blocks]) -> Blocks:
     return blocks
 
 
-class MappedShard:
-    """A shard on this machine, mapped into memory. A block is hashed when it is first read."""
+class LocalShard:
+    """A shard on this machine. A block is hashed when it is first read. Nothing is mapped into memory: an error of a
+    mapped file's disk ends the process by a signal."""
 
     def __init__(self, path: Path, remembered: Path):
         """Raise UserError if it is not a shard, or incomplete. `remembered`: the folder of `remember`."""
@@ -220,19 +221,32 @@ class MappedShard:
     def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
         start, stop, _ = span.indices(len(self))
         first, last = self.kind.blocks_with(start, stop)
-        content = _mapped(self)
         while (block := self.checked.find(0, first, last)) >= 0:
-            at = block * BLOCK_BYTES
-            if self.blocks.wrong(block, content[at : at + BLOCK_BYTES].data) is not None:
+            if self.blocks.wrong(block, self._read(block * BLOCK_BYTES, BLOCK_BYTES)) is not None:
                 raise UserError(changed(str(self.path), block))
             self.checked[block] = True
-        return content[HEADER_BYTES:].view(self.kind.dtype)[start:stop]
+        size = self.kind.dtype.itemsize
+        tokens = np.frombuffer(self._read(HEADER_BYTES + start * size, (stop - start) * size), self.kind.dtype)
+        if len(tokens) < stop - start:  # the file became shorter
+            raise UserError(changed(str(self.path), first))
+        return tokens
+
+    def _read(self, at: int, size: int) -> bytearray:
+        """Return the bytes from `at` on: `size`, or as many as the file has."""
+
+        def read() -> bytearray:
+            content, file = bytearray(), _opened(self).fileno()
+            while len(content) < size and (part := os.pread(file, size - len(content), at + len(content))):
+                content += part
+            return content
+
+        return _from_disk(self.path, read)
 
 
-@lru_cache(MAPPED)
-def _mapped(shard: MappedShard) -> Integer[np.ndarray, "bytes"]:
-    """Map a shard's file into memory. The last `MAPPED` stay open, since a map keeps a descriptor."""
-    return _from_disk(shard.path, lambda: np.asarray(np.memmap(shard.path, np.uint8, "r")))
+@lru_cache(OPEN)
+def _opened(shard: LocalShard) -> BinaryIO:
+    """Open a shard's file. The last `OPEN` stay open."""
+    return shard.path.open("rb", buffering=0)
 
 
 def _from_disk(path: Path, read: Callable[[], T]) -> T:

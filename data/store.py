@@ -32,7 +32,7 @@ from configs.files import shown_bytes
 from configs.messages import progress
 from configs.retry import CLIENTS, first_line, passes, status_of
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, Blocks, MappedShard, blocks_of, changed, read_blocks, remember
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Blocks, LocalShard, blocks_of, changed, read_blocks, remember
 
 READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
 CHUNK_BLOCKS = 128  # blocks of one request: 8 MiB of a file that is read completely
@@ -282,7 +282,7 @@ class StoredShard:
         return content
 
 
-Shard = MappedShard | StoredShard
+Shard = LocalShard | StoredShard
 """A shard's tokens, by slices. Each block is checked before its tokens are returned. Raises UserError if it differs
 from its record."""
 

@@ -5,12 +5,12 @@ import ast
 from tests.house import ROOT, closure, counts
 
 BOUNDS = {
-    "lines outside tests": 27_140,
-    "lines of tests": 20_720,
+    "lines outside tests": 27_155,
+    "lines of tests": 20_730,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 68,
-    "lines that train.py needs": 12_130,
+    "lines that train.py needs": 12_140,
     "options on the command line": 95,
 }
 LARGE = {"Attention", "Build", "Config", "DataConfig", "GPT", "Log", "Machine", "ModelConfig", "OptimizerConfig"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import data.shards as module
 from configs.retry import StorageLost
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, MappedShard, TokenStream, read_blocks, write_blocks, write_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, LocalShard, TokenStream, read_blocks, write_blocks, write_shard
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
@@ -36,8 +36,8 @@ def shard(request, tmp_path: Path) -> Path:
     return tmp_path / "x.bin"
 
 
-def mapped(path: Path) -> MappedShard:
-    return MappedShard(path, path.parent / "memory")
+def opened(path: Path) -> LocalShard:
+    return LocalShard(path, path.parent / "memory")
 
 
 def flip(path: Path, place: int) -> None:
@@ -53,7 +53,7 @@ def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
     tokens = [50256, 0, 1, 65535, 258, *([128_000] if kind[1] == 7 else [])]
     (tmp_path / "y.bin").write_bytes(llm_c_bytes(tokens, *kind))
-    assert mapped(tmp_path / "y.bin")[:].tolist() == tokens
+    assert opened(tmp_path / "y.bin")[:].tolist() == tokens
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_incomplete_shard_is_refused_by_name(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        mapped(path)
+        opened(path)
     assert str(path) in str(error.value)
 
 
@@ -85,10 +85,14 @@ def test_a_start_reads_a_shard_s_sidecar_and_then_the_blocks_it_needs(shard, mon
     assert blocks.sha256 == hashlib.sha256(content).hexdigest() and blocks.largest == TOKENS.max()
     assert [one.tobytes() for one in blocks.entries["sha256"]] == [hashlib.sha256(p).digest()[:16] for p in parts]
     monkeypatch.setattr(module, "_file_blocks", None)
-    opened = mapped(shard)
-    assert len(opened) == len(TOKENS) and not any(opened.checked) and not (shard.parent / "memory").exists()
-    assert (opened[40_000:40_010] == TOKENS[40_000:40_010]).all() and sum(opened.checked) == 1
-    assert (opened[:] == TOKENS).all() and all(opened.checked)
+    local = opened(shard)
+    assert len(local) == len(TOKENS) and not any(local.checked) and not (shard.parent / "memory").exists()
+    assert (local[40_000:40_010] == TOKENS[40_000:40_010]).all() and sum(local.checked) == 1
+    assert (local[:] == TOKENS).all() and all(local.checked)
+    os.truncate(shard, HEADER_BYTES + 100)
+    assert len(local[:10]) == 10
+    with pytest.raises(UserError, match="damaged, or changed"):
+        _ = local[:1000]
 
 
 @pytest.mark.parametrize("place", [9, HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, -1])
@@ -97,9 +101,9 @@ def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
     block = range(shard.stat().st_size)[place] // BLOCK_BYTES
     says = rf"{shard} is damaged, or changed .* the bytes from {block * BLOCK_BYTES:,} on"
     with pytest.raises(UserError, match=says):
-        _ = mapped(shard)[:]
+        _ = opened(shard)[:]
     sound = slice(0, 10) if block else slice(50_000, 60_000)
-    assert (mapped(shard)[sound] == TOKENS[sound]).all()
+    assert (opened(shard)[sound] == TOKENS[sound]).all()
 
 
 @pytest.mark.parametrize("cut", [0, 31, 76, 96, -1])
@@ -107,12 +111,12 @@ def test_a_damaged_sidecar_is_named(shard, cut):
     sidecar = shard.with_suffix(".blocks")
     sidecar.write_bytes(sidecar.read_bytes()[:cut])
     with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; delete it"):
-        mapped(shard)
+        opened(shard)
     sidecar.unlink()
-    assert mapped(shard).blocks.largest == TOKENS.max()
+    assert opened(shard).blocks.largest == TOKENS.max()
 
 
-@pytest.mark.parametrize("name", ["read_blocks", "np.memmap"])
+@pytest.mark.parametrize("name", ["read_blocks", "os.pread"])
 def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
     read, errors = eval(name, vars(module)), [OSError(errno.ESTALE, "Stale file handle")]
 
@@ -122,11 +126,11 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
         return read(*arguments)
 
     monkeypatch.setattr(f"data.shards.{name}", failing)
-    assert (mapped(shard)[:] == TOKENS).all() and not errors
+    assert (opened(shard)[:] == TOKENS).all() and not errors
     errors += [OSError(errno.EIO, "Input/output error")] * 9
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
-        _ = mapped(shard)[:]
+        _ = opened(shard)[:]
 
 
 def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
@@ -134,20 +138,20 @@ def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
         write_shard(tmp_path / f"{name}.bin", tokens, 60_000 if shard.stat().st_size < 300_000 else 70_000)
         shutil.copy(tmp_path / "x.blocks", tmp_path / f"{name}.blocks")
         with pytest.raises(UserError, match=rf"{name}\.bin is damaged"):
-            _ = mapped(tmp_path / f"{name}.bin")[:]
+            _ = opened(tmp_path / f"{name}.bin")[:]
 
 
 def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):
     path = tmp_path / "x.bin"
     write_shard(path, np.array([3, 77, 5]), 300)
-    blocks = mapped(path).blocks
+    blocks = opened(path).blocks
     assert blocks.largest == 77 and blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     with monkeypatch.context() as patch:
         patch.setattr(module, "_file_blocks", None)  # it must not be called
-        assert mapped(path).blocks.sha256 == blocks.sha256
+        assert opened(path).blocks.sha256 == blocks.sha256
     flip(path, -1)
     os.utime(path, ns=(1, 1))
-    assert mapped(path).blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert opened(path).blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_more_shards_than_files_may_be_open_are_read(tmp_path):
@@ -157,9 +161,9 @@ def test_more_shards_than_files_may_be_open_are_read(tmp_path):
     program = """
 import resource, sys
 from pathlib import Path
-from data.shards import MappedShard
+from data.shards import LocalShard
 resource.setrlimit(resource.RLIMIT_NOFILE, (320, 320))
-shards = [MappedShard(path, path.parent / "memory") for path in Path(sys.argv[1]).glob("[0-9]*.bin")]
+shards = [LocalShard(path, path.parent / "memory") for path in Path(sys.argv[1]).glob("[0-9]*.bin")]
 print(sum(int(shard[i].sum()) for i in (slice(0, 1), slice(-1, None)) for shard in shards))
 """
     words = [sys.executable, "-c", program, str(tmp_path)]

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,8 @@ def test_a_copy_resumes_and_is_read_like_any_folder(bucket, expected, tmp_path, 
 
     def killed(self, target):
         if self.name.startswith("train_000001.bin."):
+            while not self.with_name("train_000000.bin").exists():  # another thread copies it
+                time.sleep(0.01)
             raise KeyboardInterrupt
         return written(self, target)
 
