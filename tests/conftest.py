@@ -58,14 +58,10 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, then those with medium ones, and deal them out, since each worker begins with a
-    part of the list. A long test that starts last leaves a core idle."""
+    """Put files with slow tests first, then those with medium ones. A long test that starts last leaves a core idle."""
     marked = lambda name: {item.path for item in items if item.get_closest_marker(name)}
     slow, medium = marked("slow"), marked("medium")
-    files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: (path not in slow, path not in medium))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    place = {path: (i % workers, i) for i, path in enumerate(files)}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: 0 if item.path in slow else 1 if item.path in medium else 2)
 
 
 @pytest.fixture(autouse=True)
