@@ -90,9 +90,10 @@ class Saver(Checkpoints):
         def begin() -> None:
             if self.record:
                 self.record.copy()
-            if unfinished(target).exists():
-                unfinished(target).rmtree()
-            (unfinished(target) / FACTS).parent.mkdir(parents=True)
+            partial = unfinished(target)
+            if partial.exists():
+                partial.rmtree()
+            (partial / FACTS).parent.mkdir(parents=True)
 
         if failure := on_first_process(lambda: _failure(begin)):
             self._failed(failure)
