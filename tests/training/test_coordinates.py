@@ -1,4 +1,4 @@
-"""Test that sizes of activations and updates follow from width and depth as docs/scaling.md says.
+"""Test that sizes of activations and updates follow from width and depth as bench/LOG.md says.
 
 A coordinate check (arXiv:2203.03466, D.1) of configs/nanochat.py's network and optimizer, with its rates for steps of
 2^19 tokens. Each network takes its first ten steps, of 1,024 tokens. A size is a root mean square (RMS).
