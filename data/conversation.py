@@ -15,6 +15,7 @@ from typing import Any
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 
 PARTS = {"text": ("", ""), "python": CHAT_TOKENS[4:6], "python_output": CHAT_TOKENS[6:8]}
+NOT_KEPT = ("tool_calls", "function_call", "reasoning_content")
 Message = dict[str, Any]
 
 
@@ -57,11 +58,17 @@ def _problem(message: Message) -> str | None:
 
 
 def document_of(conversation: object) -> str:
-    """Return a conversation as a document of a dataset: its messages, in one spelling of JSON. ValueError as
-    `messages_of`, and if there is no answer in it."""
+    """Return a conversation as a document of a dataset: its messages, in one spelling of JSON. Raise ValueError as
+    `messages_of`, if there is no answer in it, and if a message has what a document cannot keep."""
     messages = messages_of(conversation)
     if len(messages) < 2:
         raise ValueError("no message of an assistant")
+    given: Any = conversation["messages"] if isinstance(conversation, dict) else conversation
+    for number, message in enumerate(given, 1):
+        if lost := [name for name in NOT_KEPT if message.get(name)]:
+            raise ValueError(f"message {number} ({message['role']}) has {', '.join(lost)}, which cannot be learned")
+        if message["role"] == "assistant" and message.get("weight") not in (None, 1):
+            raise ValueError(f"message {number} (assistant) has the weight {message['weight']}: every answer is learned")
     return json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 

@@ -1,14 +1,12 @@
 """Convert conversations of other schemas to a .jsonl of messages for `python -m data.prepare --conversations`.
 
-    python -m data.prepare.chats chitchat --out=chitchat.jsonl
     python -m data.prepare.chats mmlu --source='hf:cais/mmlu:all/auxiliary_train*' --out=mmlu.jsonl
     python -m data.prepare.chats gsm8k --source='hf:openai/gsm8k:main/train*' --out=gsm8k.jsonl
 
-    chitchat   chats of two people, from the package chitchat-dataset (pip install -e ".[chitchat]")
     mmlu       rows with `question`, four `choices` and the `answer`'s index: its letter is the answer, as in nanochat
     gsm8k      rows with `question` and `answer`: <<EXPRESSION=RESULT>> becomes a call of Python and its output
 
-A row that makes no conversation is left out and counted. docs/fine-tuning.md mixes these as nanochat does.
+docs/fine-tuning.md mixes these as nanochat does.
 """
 
 import json
@@ -37,24 +35,12 @@ Row = dict[str, Any]
 class Arguments:
     """Convert conversations of another schema to a .jsonl of messages."""
 
-    schema: Annotated[Literal["chitchat", "mmlu", "gsm8k"], tyro.conf.Positional]
+    schema: Annotated[Literal["mmlu", "gsm8k"], tyro.conf.Positional]
     """The rows' schema."""
     out: FilePath
     """The .jsonl."""
-    source: str = ""
-    """For `mmlu` and `gsm8k`: .parquet files, as in `python -m data.prepare`."""
-
-
-def of_chitchat(row: Row) -> list[Message]:
-    """Return the messages of two people. The one who begins is the user. Consecutive texts of one person are lines of a
-    message. Messages after the last answer, or after one without letters, are left out."""
-    messages: list[Message] = []
-    for number, sent in enumerate(row["messages"]):
-        content = "\n".join(line for one in sent if (line := one["text"].strip()))
-        if not content:
-            break
-        messages.append({"role": ("user", "assistant")[number % 2], "content": content})
-    return messages[: len(messages) // 2 * 2]
+    source: str
+    """.parquet files, as in `python -m data.prepare`."""
 
 
 def of_mmlu(row: Row) -> list[Message]:
@@ -83,15 +69,6 @@ def of_gsm8k(row: Row) -> list[Message]:
     return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": parts}]
 
 
-def chitchat_rows() -> Iterator[Row]:
-    """Yield the package's conversations."""
-    try:
-        import chitchat_dataset  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f'chitchat needs its package ({error}): pip install -e ".[chitchat]"') from error
-    yield from chitchat_dataset.Dataset().values()
-
-
 def parquet_rows(source: str, columns: tuple[str, ...]) -> Iterator[Row]:
     """Yield the rows of a source's .parquet files. Raise UserError if one cannot be read or lacks a column."""
     for file in find_corpus(source).files:
@@ -109,24 +86,18 @@ def parquet_rows(source: str, columns: tuple[str, ...]) -> Iterator[Row]:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     schema, out = arguments.schema, Path(arguments.out)
-    if (schema == "chitchat") == bool(arguments.source):
-        raise UserError(f"{schema} " + ("has its own --source" if arguments.source else "needs --source"))
-    convert = {"chitchat": of_chitchat, "mmlu": of_mmlu, "gsm8k": of_gsm8k}[schema]
-    rows = parquet_rows(arguments.source, COLUMNS[schema]) if arguments.source else chitchat_rows()
-    lines, left_out = [], 0
-    for number, row in enumerate(rows, 1):
+    convert = {"mmlu": of_mmlu, "gsm8k": of_gsm8k}[schema]
+    lines = []
+    for number, row in enumerate(parquet_rows(arguments.source, COLUMNS[schema]), 1):
         try:
-            messages = convert(row)
+            lines.append(json.dumps({"messages": convert(row)}) + "\n")
         except (TypeError, ValueError, KeyError) as error:
             raise UserError(f"{arguments.source}: row {number} is not of the schema {schema}: {error!r}") from error
-        if messages:
-            lines.append(json.dumps({"messages": messages}) + "\n")
-        left_out += not messages
     try:
         write_whole(out, "".join(lines))
     except OSError as error:
         raise UserError(f"--out={out} cannot be written: {error}") from error
-    print(json.dumps({"out": str(out), "conversations": len(lines), "left_out": left_out}))
+    print(json.dumps({"out": str(out), "conversations": len(lines)}))
     return 0
 
 

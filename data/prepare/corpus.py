@@ -3,14 +3,12 @@
 import codecs
 import io
 import json
-import lzma
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow
-import pyarrow.json
 from fsspec.spec import AbstractBufferedFile
 
 from configs.retry import StorageLost, passes, patiently
@@ -25,14 +23,12 @@ from data.prepare.source_files import (
     lines,
     rows,
     separated,
-    values,
 )
 from data.store import read_range
 
 BUFFER_BYTES = 2**22  # of a request to a server
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
-UNREADABLE = (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException)  # errors of a damaged file
-LONG = 2**24  # bytes of a document; a longer one is not kept as characters, which take 4 bytes each with one emoji
+UNREADABLE = (OSError, EOFError, pyarrow.ArrowException)  # errors of a damaged file
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,7 @@ class Corpus:
     separator: str = ""
     """The separator of documents in a text."""
     left_out: str = ""
-    """Files of other kinds, by extension, and advice about them."""
-    is_minor: bool = False
-    """True if those have more bytes than the files."""
+    """Files of other kinds, by extension."""
     conversations: bool = False
     """True if the documents are conversations: their texts are from `document_of`."""
     unread: tuple[str, ...] = ()
@@ -71,11 +65,11 @@ class Corpus:
         `on_error="skip"`, is a document with a problem. Raise UserError if the file is damaged."""
         for number, text, problem in self.read(file):
             if text or problem:
-                yield Document(self.name(file, number), text if isinstance(text, str) else text.decode(), problem)
+                yield Document(self.name(file, number), text, problem)
 
-    def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str | bytes, str]]:
-        """Yield the number, text (a long one in UTF-8) and problem of each document in a span of the file. An empty
-        line has neither. Raise as `documents` does."""
+    def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, str]]:
+        """Yield the number, text and problem of each document in a span of the file. An empty line has neither. Raise
+        as `documents` does."""
         try:
             for number, content in self.contents(file, start, stop):
                 if not content and self.is_lines(file):
@@ -102,7 +96,7 @@ class Corpus:
         """Return the name of the document of this number, from 1, of a file."""
         if self._is_code(file):
             return f"{file.name} conversation {number}"
-        if not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
+        if not (file.ends_with(*TABLE_SUFFIXES) or self._is_cut(file)):
             return file.name
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
@@ -111,7 +105,7 @@ class Corpus:
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """Return the offset of document numbers in a span that begins at `start`."""
         is_separated = bool(self.separator) and self._is_cut(file)
-        if not start or not (is_separated or file.name.endswith(".jsonl")):
+        if not start or not (is_separated or file.ends_with(".jsonl")):
             return 0
         with open_source(file) as opened:
             separator = self.separator.encode()
@@ -120,31 +114,29 @@ class Corpus:
 
     def is_lines(self, file: SourceFile) -> bool:
         """Return whether each line is a record of JSON."""
-        return file.name.endswith(LINE_SUFFIXES)
+        return file.ends_with(*LINE_SUFFIXES)
 
     def is_divisible(self, file: SourceFile) -> bool:
         """Return whether a span of the file can be read without the text before it."""
         overlaps = any(self.separator.startswith(self.separator[i:]) for i in range(1, len(self.separator)))
         is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
-        return file.name.endswith((".jsonl", ".parquet")) or is_cut
+        return file.ends_with(".jsonl", ".parquet") or is_cut
 
     def _is_code(self, file: SourceFile) -> bool:
         """Return whether conversations are made of the file."""
-        return self.conversations and file.name.endswith(".py")
+        return self.conversations and file.ends_with(".py")
 
     def _is_cut(self, file: SourceFile) -> bool:
-        is_text = not (file.name.endswith(TABLE_SUFFIXES) or self.conversations)
+        is_text = not (file.ends_with(*TABLE_SUFFIXES) or self.conversations)
         return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the raw content of each document."""
         with open_source(file) as opened:
-            if file.name.endswith(".parquet"):
+            if file.ends_with(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop, self.conversations)
             elif self.is_lines(file):
                 yield from lines(file, opened, start, stop)
-            elif file.name.endswith(TABLE_SUFFIXES):
-                yield from values(file, opened, self.text_column, self.conversations)
             elif self._is_code(file):
                 module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 made = conversations_of(opened.read().decode(errors="replace"), module)
@@ -198,18 +190,14 @@ def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) 
         raise UserError(refusal(error)) from error
 
 
-def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str | bytes, str]:
-    """Return a document's text (a long one in UTF-8), and why there is none."""
-    is_line = file.name.endswith(LINE_SUFFIXES)
-    if len(content) > LONG and not conversations:
-        text = _value(content, column) if is_line else content
-        if text is not None and is_utf8(text):
-            return (text, "") if text else ("", f"no text under {column!r}")
+def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str, str]:
+    """Return a document's text, without a byte-order mark, and why there is none."""
     try:
-        if not (is_line or conversations):
-            text = content.decode()
+        if not (file.ends_with(*LINE_SUFFIXES) or conversations):
+            text = content.decode("utf-8-sig")
         else:
-            record = json.loads(content, parse_int=float)  # Python would refuse an int of more than 4,300 digits
+            # Python would refuse an int of more than 4,300 digits.
+            record = json.loads(content.removeprefix(codecs.BOM_UTF8), parse_int=float)
             text = record.get(column) if isinstance(record, dict) else record if conversations else None
             if conversations:
                 text = document_of(text)
@@ -218,7 +206,7 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
                 return "", f"no text under {column!r}" + "; conversations need data.prepare's --conversations" * is_chat
             text.encode()
     except UnicodeDecodeError:
-        return "", "not UTF-8"
+        return "", "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8" if _is_utf16(content) else "not UTF-8"
     except UnicodeEncodeError:
         return "", "invalid Unicode (a lone surrogate)"
     except json.JSONDecodeError:
@@ -227,28 +215,13 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
         return "", "nested too deeply"
     except ValueError as error:  # from `document_of`
         return "", str(error)
+    if _is_utf16(content):  # without a mark, ASCII in UTF-16 is also UTF-8
+        return "", "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
     return text, "" if text else "empty"
 
 
-def _value(line: bytes, column: str) -> bytes | None:
-    """Return a column of a long line of JSON, in UTF-8, or empty if it is missing. Return None to let `json` find the
-    error; `json` would keep the characters of line and value."""
-    schema = pyarrow.schema([(column, pyarrow.large_string())])
-    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(line) + 1)
-    try:
-        table = pyarrow.json.read_json(pyarrow.BufferReader(line), reading, options)
-    except pyarrow.ArrowException:
-        return None
-    values = table.column(column).cast(pyarrow.large_binary())
-    value = values[0].as_py() if len(values) == 1 else b""
-    return None if value == b"" else value or b""
-
-
-def is_utf8(content: bytes) -> bool:
-    """Return whether bytes are UTF-8, without a copy of them."""
-    pieces = (content[start : start + BUFFER_BYTES] for start in range(0, len(content), BUFFER_BYTES))
-    try:
-        return all(True for _ in codecs.iterdecode(pieces, "utf-8"))
-    except UnicodeDecodeError:
-        return False
+def _is_utf16(content: bytes) -> bool:
+    """Return whether bytes begin with UTF-16's mark, or have a NUL in every second place of a quarter of a sample."""
+    sample = content[:1000]
+    nuls = max(sample[0::2].count(0), sample[1::2].count(0))
+    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or nuls > len(sample) / 4

@@ -1,10 +1,9 @@
-"""Encoding text to tokens, document by document in one thread, in memory that does not grow with a document.
+"""Encoding text to tokens, document by document in one thread.
 
 tiktoken encodes several times as fast as `tokenizers` (docs/data.md), so it is used if both give the same tokens by
 construction, as `tiktoken_of` decides.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -38,27 +37,19 @@ class Encoder:
             return self.fast.encode_to_numpy(text, disallowed_special=())
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
 
-    def windows(self, text: str | bytes) -> Iterator[str]:
-        """Yield a text (a long one in UTF-8) in parts whose tokens together are the text's. A stretch of `WINDOW`
-        characters without a blank between two letters is cut all the same: a token in a million may then differ."""
-        if not self.is_byte_level:
-            yield text if isinstance(text, str) else text.decode()
-            return
-        rest = ""  # a part ends as it would with the complete text at hand
-        starts = range(0, len(text), size := 4 * WINDOW)
-        decoded = [text] if isinstance(text, str) else codecs.iterdecode((text[i : i + size] for i in starts), "utf-8")
-        for characters in decoded:
-            rest, start = rest + characters, 0
-            while len(rest) - start > WINDOW:
-                window = rest[start : start + WINDOW]
-                ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
-                for pattern in BREAKS:
-                    ends = ends or [m.end() for m in pattern.finditer(window)]
-                end = max(ends, default=WINDOW)
-                yield window[:end]
-                start += end
-            rest = rest[start:] if start else rest
-        yield rest
+    def windows(self, text: str) -> Iterator[str]:
+        """Yield a text in parts whose tokens together are the text's. A stretch of `WINDOW` characters without a blank
+        between two letters is cut all the same: a token in a million may then differ."""
+        start = 0
+        while self.is_byte_level and len(text) - start > WINDOW:
+            window = text[start : start + WINDOW]
+            ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
+            for pattern in BREAKS:
+                ends = ends or [m.end() for m in pattern.finditer(window)]
+            end = max(ends, default=WINDOW)
+            yield window[:end]
+            start += end
+        yield text[start:]
 
 
 class ConversationEncoder(Encoder):
@@ -69,9 +60,9 @@ class ConversationEncoder(Encoder):
         encode = lambda texts: (super(ConversationEncoder, self).encode(one).tolist() for one in texts)
         return np.array(render(self.tokenizer, json.loads(text), encode=encode)[1:], np.uint32)
 
-    def windows(self, text: str | bytes) -> Iterator[str]:
+    def windows(self, text: str) -> Iterator[str]:
         """Yield the conversation: it is encoded at once."""
-        yield text if isinstance(text, str) else text.decode()
+        yield text
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:

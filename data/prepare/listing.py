@@ -4,14 +4,12 @@ import errno
 import glob
 import hashlib
 import itertools
-import mimetypes
 import os
 import re
-import stat
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePath
@@ -27,13 +25,10 @@ from data.record import HELD_OUT, name_words
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
-NO_TEXT, SHOWN = "no text", 8
-ADVICE = {
-    **dict.fromkeys((".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o"), NO_TEXT),
-    **dict.fromkeys((*COMPRESSIONS, ".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack them"),
-    **dict.fromkeys((".pdf", ".docx", ".odt", ".epub"), "extract their text"),
-    **{".json": "lines of JSON? call them .jsonl", "": ""},
-}
+SHOWN = 8  # most extensions of files that are left out, in a message
+
+Found = list[tuple[SourceFile, list]]
+"""Files, and a version that changes with them."""
 
 
 def find_corpus(
@@ -67,26 +62,22 @@ def find_corpus(
         listed = _remote_files(source)
     else:
         listed = _local_files(source, suffixes, on_error, unread)
-    if is_hub and any(file.name.endswith(TABLE_SUFFIXES) for file, _ in listed):
+    if is_hub and any(file.ends_with(*TABLE_SUFFIXES) for file, _ in listed):
         suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
-    taken = [one for one in listed if one[0].name.endswith(suffixes)]
+    taken = [one for one in listed if one[0].ends_with(*suffixes)]
     files = [file for file, _ in taken]
-    left = [file for file, _ in listed if not library and not file.name.endswith(suffixes)]
-    described = _described(left)
+    described = "" if library else _described([file for file, _ in listed if not file.ends_with(*suffixes)])
     if not files:
         kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
         raise UserError(
             f"{source or 'an empty --source'}: {f'no file of {kind}' if listed else 'nothing'} found there{described}; "
             f"give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(suffixes)}"
         )
-    minor = [file for file in left if file.name.find("/.") < 0 and _advice(_extension(file.name)) not in ("", NO_TEXT)]
-    is_minor = "://" not in files[0].url and not is_hub and _size(minor) > _size(files)
     version = _version(taken)
     if is_hub:
         commit = files[0].url.partition("@")[2].partition(":")[0]
         version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}"
-    options = text_column, on_error, separator, described, is_minor, conversations, tuple(unread)
-    return Corpus(source, files, version, *options)
+    return Corpus(source, files, version, text_column, on_error, separator, described, conversations, tuple(unread))
 
 
 def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
@@ -98,7 +89,7 @@ def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
             f"--source={corpus.source} and --val_source={given.source}: one is text, and one conversations; "
             "give --conversations if both are"
         )
-    words = lambda file: name_words(file.name) if file.name.endswith((".txt", *TABLE_SUFFIXES)) else set()
+    words = lambda file: name_words(file.name) if file.ends_with(".txt", *TABLE_SUFFIXES) else set()
     held_out = {file.url for file in given.files} if given else set()
     files = [file for file in corpus.files if file.url not in held_out]
     named = [file for file in files if words(file) & HELD_OUT]
@@ -115,40 +106,20 @@ def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
     return replace(corpus, files=[*chosen, *(file for file in files if file not in named)], unread=unread)
 
 
-def _size(files: list[SourceFile]) -> int:
-    return sum(file.size for file in files)
-
-
 def _described(left: list[SourceFile]) -> str:
-    """Return a text on the files that are left out, by extension, and on how to take them."""
+    """Return a text on the files that are left out, by extension."""
     counts, sizes = Counter(), Counter()
     for file in left:
-        counts[extension := _extension(file.name)] += 1
+        suffixes = PurePath(file.name.lower()).suffixes
+        extension = "".join(suffixes[-2:] if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else suffixes[-1:])
+        counts[extension] += 1
         sizes[extension] += file.size
     described = [
-        f"{counts[extension]:,} {extension or 'without an extension'} ({size:,} bytes"
-        + f"; {_advice(extension)}" * bool(_advice(extension))
-        + ")"
+        f"{counts[extension]:,} {extension or 'without an extension'} ({size:,} bytes)"
         for extension, size in sizes.most_common(SHOWN)
     ]
-    return f"; left out: {', '.join(described)}{', and others' * (len(sizes) > SHOWN)}" if described else ""
-
-
-def _extension(name: str) -> str:
-    suffixes = PurePath(name).suffixes
-    return "".join(suffixes[-2:] if name.endswith(tuple(COMPRESSIONS)) else suffixes[-1:])
-
-
-def _advice(extension: str) -> str:
-    """Return advice on how to read files of an extension."""
-    kind = (mimetypes.guess_type(f"x{extension}")[0] or "").split("/")[0]
-    if kind in ("image", "audio", "video", "font"):
-        return NO_TEXT
-    return ADVICE.get(PurePath(f"x{extension}").suffix, f"--text_extensions={extension}")
-
-
-Found = list[tuple[SourceFile, list]]
-"""Files, and a version that changes with them."""
+    more = ", and others" * (len(sizes) > SHOWN)
+    return f"; left out: {', '.join(described)}{more} (text: --text_extensions)" if described else ""
 
 
 def _compiled(source: str, pattern: str) -> re.Pattern:
@@ -159,9 +130,9 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
 
 
 def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: list[str]) -> Found:
-    """Return the files of a path, or of a glob below the longest part of it that exists literally. Each is listed once:
-    under its own name, otherwise under the first of its links. Raise UserError for folders, and files with one of the
-    suffixes, that cannot be read; or, with `on_error="skip"`, report them and add the reasons to `unread`."""
+    """Return the files of a path, or of a glob below the longest part of it that exists literally. Links to files are
+    read; links to folders are not followed. Raise UserError for folders, and files with one of the suffixes, that
+    cannot be read; or, with `on_error="skip"`, report them and add the reasons to `unread`."""
     library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
     root, pattern = Path(os.path.abspath(location)), []
@@ -169,16 +140,7 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
         root, pattern = root.parent, [root.name, *pattern]
     if not location or not os.path.lexists(root):
         return []
-    complete = _compiled(source, "/".join(pattern))
-    steps = [_compiled(source, step) for step in itertools.takewhile(lambda step: step != "**", pattern)]
-    name_of = lambda path: path.removeprefix(str(root)).lstrip("/") or root.name
-
-    def enters(folder: str) -> bool:
-        names = name_of(folder).split("/")
-        if library:
-            return names[-1] not in ("site-packages", "dist-packages")
-        is_above = "**" in pattern or not pattern or len(names) < len(pattern)
-        return is_above and all(step.match(name) for step, name in zip(steps, names))
+    matches = _compiled(source, "/".join(pattern))
 
     def fail(error: OSError) -> None:
         why = "a link that leads nowhere" if error.errno == errno.ENOENT else str(error.strerror)
@@ -188,22 +150,28 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
         _report(problem)
         unread.append(why)
 
-    listed, seen = [], set()
-    links = not library  # those in a library lead out of it
-    for path, real in _walk(str(root), enters, fail, len(pattern), links):
-        name = name_of(path)
-        is_text = name.endswith(suffixes)
-        if real in seen or (pattern and not complete.match(name)):
+    def paths() -> Iterator[str]:
+        if not os.path.isdir(root):
+            yield str(root)
+            return
+        for folder, folders, files in os.walk(root, onerror=fail):
+            if library:
+                folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+            yield from (os.path.join(folder, name) for name in files)
+
+    listed = []
+    for path in paths():
+        name = path.removeprefix(str(root)).lstrip("/") or root.name
+        if pattern and not matches.match(name):
             continue
         try:
             status = os.stat(path)
-            if is_text and not os.access(path, os.R_OK):
+            if name.lower().endswith(suffixes) and not os.access(path, os.R_OK):
                 raise PermissionError(errno.EACCES, "no permission to read it", path)
-            if stat.S_ISREG(status.st_mode):
-                seen.add(real)
+            if os.path.isfile(path):
                 listed.append((SourceFile(name, path, status.st_size), [status.st_mtime]))
         except OSError as error:
-            if is_text or not PurePath(name).suffix:  # a link with such a name may lead to a folder
+            if name.lower().endswith(suffixes):
                 fail(error)
     return sorted(listed, key=lambda one: one[0].url)
 
@@ -212,32 +180,6 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
 def _report(problem: str) -> None:
     """Print a problem once, although a source is listed several times."""
     print(problem, file=sys.stderr)
-
-
-def _walk(
-    root: str, enters: Callable[[str], bool], fail: Callable[[OSError], None], tail: int, links: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the paths below `root` that are no folders, with the paths that they lead to, those of links last. Each
-    folder is read once for each value of its path's last `tail` parts, since a glob's matches depend on them."""
-    key = lambda path, real: (real, *(path.split("/")[-tail:] if tail else ()))
-    seen, linked = set(), [root]
-    while linked:
-        tops, linked = sorted(linked), []
-        for top in tops:
-            top_real = os.path.realpath(top)
-            if not os.path.isdir(top):
-                yield top, top_real
-                continue
-            for folder, folders, files in os.walk(top, onerror=fail):
-                real = top_real + folder.removeprefix(top)
-                is_seen = key(folder, real) in seen
-                folders[:] = [name for name in folders if not is_seen and enters(os.path.join(folder, name))]
-                if is_seen:
-                    continue
-                seen.add(key(folder, real))
-                is_link = {name: os.path.islink(os.path.join(folder, name)) for name in (*folders, *files)}
-                linked += [os.path.join(folder, name) for name in is_link if links and is_link[name]]
-                yield from ((f"{folder}/{name}", f"{real}/{name}") for name in files if not is_link[name])
 
 
 def _remote_files(source: str) -> Found:
@@ -279,7 +221,7 @@ def _hub_files(source: str, revision: str) -> Found:
     chosen = [file for file in every if within.match(file.rfilename)]
     if every and not chosen:
         folders = sorted(
-            {file.rfilename.rpartition("/")[0] for file in every if file.rfilename.endswith(TABLE_SUFFIXES)}
+            {file.rfilename.rpartition("/")[0] for file in every if file.rfilename.lower().endswith(TABLE_SUFFIXES)}
         )
         raise UserError(f"{source}: the dataset has no folder {folder}; its folders with text: {', '.join(folders)}")
     url = f"hf:{repository}@{facts.sha}:"

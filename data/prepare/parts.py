@@ -10,17 +10,13 @@ of everything it is made from, and renamed to that when it is complete:
     tokens           a BOS before each document
 
 With deduplication `hashes` and `hashes_2` have the first and the second eight bytes of each text's SHA-256, in
-the order of the first, and `of_hashes` the documents' numbers. With a seed the documents are in an order drawn from
-it.
-
-`parts/DIGEST.at` has the number of the document that is being encoded, until the part is complete.
+the order of the first, and `of_hashes` the documents' numbers.
 """
 
 import hashlib
 import io
 import json
 import mmap
-import os
 import shutil
 import struct
 import tempfile
@@ -40,8 +36,9 @@ from jaxtyping import Bool, Int, Shaped
 from configs.files import write_whole
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import ConversationEncoder, Encoder
-from data.prepare.selection import load_exclusion
+from data.prepare.selection import load_shares
 from data.prepare.source_files import SourceFile
+from data.record import hash_share
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
 
@@ -73,21 +70,13 @@ class Recipe:
     threshold: float
     """Documents whose text's hash is below this are held out, as are those of held-out files."""
     excluded: Path | None
-    """The file of texts to exclude (data/prepare/selection.py)."""
+    """The file of the held-out texts' hashes (data/prepare/selection.py); None: none is in a file of its own."""
     deduplicate: bool
-    seed: int | None
-    """Seed of the documents' order; None: the source's order."""
     shard_tokens: int
 
     @property
     def dtype(self) -> np.dtype:
         return token_type(self.vocab_size)
-
-    def order(self, level: int, number: int, documents: int) -> Int[np.ndarray, "documents"]:
-        """Return an order of `documents` documents. The raw stream of PCG64 is the same in every numpy."""
-        if self.seed is None:
-            return np.arange(documents)
-        return np.argsort(np.random.PCG64([self.seed, level, number]).random_raw(documents), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,6 @@ class Task:
     recipe: Recipe
     corpus: Corpus
     """The corpus without the source's files: a task is sent only with its own."""
-    number: int
     spans: tuple[Span, ...]
     end: tuple[int, ...]
     """Start of the next task: the file's number, and the byte in it."""
@@ -108,9 +96,8 @@ class Task:
         corpus = replace(self.corpus, files=[], on_error="stop", left_out="", unread=())
         recipe = replace(self.recipe, folder=Path(), excluded=None)
         excluded = self.recipe.excluded and self.recipe.excluded.name
-        number = None if self.recipe.seed is None else self.number
         spans = [(file.name, file.held_out, start, stop) for file, start, stop in self.spans]
-        made_from = repr((corpus, recipe, excluded, number, spans)).encode(errors="surrogateescape")
+        made_from = repr((corpus, recipe, excluded, spans)).encode(errors="surrogateescape")
         return self.recipe.folder / "parts" / hashlib.sha256(made_from).hexdigest()[:32]
 
     @property
@@ -122,20 +109,6 @@ class Task:
         """Make the part. Raise UserError as `Corpus.read`, and OSError if it cannot be written."""
         if not self.out.exists():
             _encode(self)
-
-    @property
-    def _note(self) -> Path:
-        return self.out.with_suffix(".at")
-
-    def at(self) -> bytes | None:
-        return self._note.read_bytes() if self._note.exists() else None
-
-    def place(self) -> str:
-        """Return the name of the current document."""
-        at = self.at()
-        span, number = struct.unpack("<qq", at) if at else (0, 0)
-        file, start, _ = self.spans[span]
-        return self.corpus.name(file, self.corpus.numbers_before(file, start) + number) if number else file.name
 
 
 def make_tasks(
@@ -153,7 +126,7 @@ def make_tasks(
     def close(*end: int) -> None:
         nonlocal filled
         if spans:
-            tasks.append(Task(recipe, bare, len(tasks), tuple(spans), end))
+            tasks.append(Task(recipe, bare, tuple(spans), end))
             spans.clear()
             filled = 0
 
@@ -179,39 +152,31 @@ def _encoder(folder: Path, sha256: str, conversations: bool) -> Encoder:
 def _encode(task: Task) -> None:
     recipe = task.recipe
     encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
-    exclusion = recipe.excluded and load_exclusion(recipe.excluded)
+    excluded = load_shares(recipe.excluded) if recipe.excluded else frozenset()
     bos = np.array([encoder.tokenizer.bos], recipe.dtype).tobytes()
     starts, sizes, hashes, held_out, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
-    with open(task._note, "wb") as note, tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
-        begin = lambda i, number: os.pwrite(note.fileno(), struct.pack("<qq", i, number), 0)  # survives the process
-        for i, span in enumerate(task.spans):
-            begin(i, 1)
-            for number, text, problem in task.corpus.read(*span):
-                begin(i, number)
-                if exclusion and text and not span.file.held_out:
-                    decoded = text if isinstance(text, str) else text.decode()
-                    problem = exclusion.problem(decoded, task.corpus.texts(decoded))
+    with tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
+        for span in task.spans:
+            for _, text, problem in task.corpus.read(*span):
+                if text and not span.file.held_out and excluded and hash_share(text) in excluded:
+                    problem = "the text of a held-out document"
                 problems[problem] += bool(problem)
                 if problem or not text:
                     continue
-                length, size, digest = 1, 0, hashlib.sha256()
+                length, content = 1, text.encode()
                 tokens.write(bos)
                 for window in encoder.windows(text):
                     ids = encoder.encode(window).astype(recipe.dtype)
                     tokens.write(ids.data)
-                    content = window.encode()
-                    length, size = length + len(ids), size + len(content)
-                    digest.update(content)
+                    length += len(ids)
                 starts.append(starts[-1] + length)
-                sizes.append(size)
-                hashes.extend(struct.unpack(">QQ", digest.digest()[:16]))
+                sizes.append(len(content))
+                hashes.extend(struct.unpack(">QQ", hashlib.sha256(content).digest()[:16]))
                 held_out.append(span.file.held_out or hashes[-2] / 2**64 < recipe.threshold)
-                begin(i, number + 1)  # to read it
         tokens.flush()
         encoded = memoryview(mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sizes else b"")
         numbers = np.array(starts, np.int64), np.array(sizes, np.int64), np.frombuffer(held_out, bool)
         write_part(task, +problems, *numbers, np.array(hashes, np.uint64).reshape(-1, 2), encoded)
-    task._note.unlink(missing_ok=True)
 
 
 def write_part(
@@ -221,25 +186,19 @@ def write_part(
     sizes: Int[np.ndarray, "documents"],
     held_out: Bool[np.ndarray, "documents"],
     hashes: Shaped[np.ndarray, "documents 2"],
-    tokens: memoryview | None,
+    tokens: memoryview,
 ) -> None:
-    """Write the part of a task atomically, with its documents in the order of the seed."""
-    recipe, count = task.recipe, len(sizes)
-    order, width = recipe.order(0, task.number, count), recipe.dtype.itemsize
-    places = np.append(0, np.cumsum(np.diff(starts)[order]))
-    columns = {"starts": places, "sizes": sizes[order], "held_out": held_out[order]}
-    if recipe.deduplicate:
-        by_hash = np.argsort(hashes[order, 0], kind="stable")
-        first, second = hashes[order[by_hash]].T
+    """Write the part of a task atomically."""
+    columns = {"starts": starts, "sizes": sizes, "held_out": held_out}
+    if task.recipe.deduplicate:
+        by_hash = np.argsort(hashes[:, 0], kind="stable")
+        first, second = hashes[by_hash].T
         columns |= {"hashes": first, "hashes_2": second, "of_hashes": by_hash}
-    pieces = [tokens or b""]
-    if tokens and recipe.seed is not None:
-        pieces = [tokens[starts[i] * width : starts[i + 1] * width] for i in order]
     with complete_folder(task.out) as folder:
         for name, column in columns.items():
             write_whole(folder / name, np.ascontiguousarray(column, COLUMNS[name]).data)
-        write_whole(folder / "tokens", *pieces)
-        write_whole(folder / "facts.json", json.dumps([count, problems]))
+        write_whole(folder / "tokens", tokens)
+        write_whole(folder / "facts.json", json.dumps([len(sizes), problems]))
 
 
 @contextmanager

@@ -16,13 +16,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from configs.retry import StorageLost, passes
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, NotNegative, Positive, UserError
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
 from data.prepare.corpus import Corpus
-from data.prepare.engines import Engine, LocalEngine, SlurmEngine
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
-from data.prepare.selection import held_out_threshold, sampled_tokenizer, save_exclusion
+from data.prepare.selection import held_out_threshold, sampled_tokenizer, save_shares
 from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
 from data.record import read_record
@@ -38,7 +37,7 @@ class Preparation:
     source: str
     """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, local or at a URL that fsspec
     knows: .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
-    compressed, as .json.gz and .json.zst), .parquet, .csv and .arrow. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from
+    compressed, as .json.gz and .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from
     the hub. Files named validation, valid, val or dev are held out, and those named test are refused, unless all have
     such names."""
     val_source: str = ""
@@ -57,55 +56,37 @@ class Preparation:
     """Read conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines are such
     lists. docs/data.md describes their contents, and which tokens are learned."""
     text_column: str = ""
-    """Column (.parquet, .csv, .arrow) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
+    """Column (.parquet) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
     """More extensions of text files: `.rst,.tex`."""
     separator: str = ""
     """Separator of the documents in a text file, such as `<|endoftext|>`."""
-    exclude_ngrams_of: str = ""
-    """Texts of evaluations, given as a source: documents that share 13 consecutive words with them are excluded and
-    counted. In .jsonl every string counts."""
     on_error: Literal["stop", "skip"] = "stop"
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
     shard_tokens: Annotated[int, Meta(gt=0, le=2**30)] = 100_000_000
     """Most tokens of a shard, about. A shard's documents come from one task's files, so it may have fewer."""
     deduplicate: bool = False
     """Keep only the first of documents with the same text, and count the others."""
-    shuffle: int | None = None
-    """Seed of a random order of documents. Default: the source's order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Settings of the machines that make a dataset. Its bytes do not depend on them."""
-
-    engine: Literal["local", "slurm"] = "local"
-    """`slurm` runs jobs of SLURM, from a machine that can submit them. DIR must be on a disk that all nodes share, and
-    so must the source, unless it is at a URL. Needs `pip install -e ".[slurm]"`."""
-    workers: NotNegative[int] = 0
-    """Processes; 0: one per core. With `slurm`: processes of each job; 0: 8. Each takes up to 1.5 GB of memory."""
-    jobs: Annotated[int, Meta(gt=0, le=1000)] = 16
-    """With `slurm`: jobs in its queue at a time."""
-    sbatch: str = ""
-    """With `slurm`: more options of sbatch: --sbatch="--partition=cpu --account=mine --mem=12G"."""
-
-    def open(self, folder: Path) -> Engine:
-        """Return the engine for a dataset in the folder. Raise UserError as `SlurmEngine`."""
-        if self.engine == "slurm":
-            return SlurmEngine(folder, self.workers, self.jobs, self.sbatch)
-        # macOS assigns no processors to processes.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return LocalEngine(self.workers or cores)
+def cores() -> int:
+    """Return the processors that this process may use: those it is bound to, within its container's quota."""
+    # macOS assigns no processors to processes.
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")  # of a container, in version 2 of cgroups: microseconds in each period
+    used, period = quota.read_text().split() if quota.exists() else ("max", "1")
+    return bound if used == "max" else max(1, min(bound, int(used) // int(period)))
 
 
-def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
-    """Make the dataset in `out`, or its missing parts. Its bytes do not depend on interruptions.
+def prepare(settings: Preparation, out: Path, max_files: int | None = None, workers: int = 0) -> None:
+    """Make the dataset in `out`, or its missing parts. Its bytes do not depend on interruptions, nor on `workers`: the
+    number of processes; 0: one per core.
 
     `max_files`: take only this many of the source's files; more can follow. Raise UserError for text that is missing,
     damaged or too little, and if `out` contains something else; StorageLost if a disk or a store fails.
     """
     try:
-        _prepare(check_types(settings), out, max_files, where.open(out))
+        _prepare(check_types(settings), out, max_files, workers or cores())
     except OSError as error:  # errors of reading the text are UserErrors already
         lost = StorageLost if passes(error) else UserError
         raise lost(f"{out} cannot be written: {error}; the same command continues once it can") from error
@@ -130,7 +111,7 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
     return out
 
 
-def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: Engine) -> None:
+def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: int) -> None:
     record = out / "dataset.json"
     # Files are listed first: another preparation may begin meanwhile, and writes its record before other files.
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
@@ -139,27 +120,17 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
     before = read_record(out)["made_from"] if record.exists() else {}
     made_from = asdict(settings)
 
-    def find(option: str, version: str) -> Corpus | None:
+    def find(option: str, version: str) -> Corpus:
         source = getattr(settings, option)
-        if not source and option != "source":
-            return None
-        is_chat = settings.conversations and option != "exclude_ngrams_of"
         options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
         is_begun = source.startswith("hf:") and before.get(option) == source
         revision = before[version].partition("/")[0] if is_begun else ""  # from the first start
-        corpus = find_corpus(source, *options, revision, is_chat)
+        corpus = find_corpus(source, *options, revision, settings.conversations)
         made_from[version] = corpus.version
         return corpus
 
-    val_corpus, corpus = find("val_source", "val_version"), find("source", "version")
-    evaluations = find("exclude_ngrams_of", "ngrams_version")
-    assert corpus
+    val_corpus, corpus = find("val_source", "val_version") if settings.val_source else None, find("source", "version")
     made_from["conversations"] = corpus.conversations
-    if corpus.is_minor:
-        raise UserError(
-            f"{settings.source}: most of its text would be left out{corpus.left_out}; prepare only what you want, "
-            "or give a glob of it: --source='FOLDER/**/*.txt'"
-        )
     corpus = hold_out(corpus, val_corpus)
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
@@ -173,10 +144,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
             return
         if facts["files"] > len(files):
             raise UserError(f"{out} was made from {facts['files']} files already, more than --max_files={max_files}")
-        if 0 < facts["files"] < len(files) and (settings.deduplicate or settings.shuffle is not None):
-            raise UserError(
-                f"{out}: more files change every shard with --deduplicate or --shuffle; choose another --out"
-            )
+        if 0 < facts["files"] < len(files) and settings.deduplicate:
+            raise UserError(f"{out}: more files change every shard with --deduplicate; choose another --out")
         facts |= {"files": len(files), "complete": False}
         chosen = f", {held_out} of them held out ({corpus.files[0].name} ...)" if held_out else ""
         print(
@@ -185,7 +154,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
         )
         if "tokenizer" not in facts:
             write_record(out, facts | {"files": 0})  # this claims the folder
-        excluded = save_exclusion(corpus, evaluations, out / "parts")
+        excluded = save_shares(corpus, out / "parts")
         if "tokenizer" not in facts:
             threshold = 0.0 if held_out else held_out_threshold(corpus, files, settings.val_fraction)
             options = settings.vocab_size, settings.sample_bytes, threshold, excluded
@@ -209,10 +178,9 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
             threshold=facts["val_threshold"],
             excluded=excluded,
             deduplicate=settings.deduplicate,
-            seed=settings.shuffle,
             shard_tokens=settings.shard_tokens,
         )
-        make_shards(recipe, corpus, files, facts, engine)
+        make_shards(recipe, corpus, files, facts, workers)
         _complete(corpus, out, facts)
 
 
@@ -238,7 +206,7 @@ def _continued(out: Path, made_from: dict) -> dict:
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error
     facts["made_from"] = before
-    if differ := [name for name in before | made_from if before.get(name) != made_from.get(name)]:
+    if differ := [name for name in made_from if before.get(name) != made_from[name]]:
         changed = ", ".join(f"{name}: {before.get(name)} -> {made_from.get(name)}" for name in differ)
         raise UserError(
             f"{out} has a dataset made from something else ({changed}; `version` changes with the source's "

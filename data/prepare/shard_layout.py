@@ -1,52 +1,54 @@
-"""Making a dataset's shards from parts. Jobs lay them out, each independently and in any order. The dataset takes them
-in the source's order."""
+"""Making a dataset's shards from parts. Processes lay them out, each independently and in any order. The dataset takes
+them in the source's order."""
 
 import json
+import multiprocessing
+import os
 import re
 import shutil
-from collections import Counter, deque
+import signal
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 import numpy as np
 
 from configs.files import write_whole
 from configs.messages import progress
+from configs.schema import UserError
 from data.prepare.corpus import Corpus
-from data.prepare.engines import Engine, Job
 from data.prepare.parts import Part, Recipe, Task, complete_folder, make_tasks, write_array
 from data.prepare.source_files import SourceFile
 from data.shards import write_blocks, write_shard
 
 COMPARED = 2**22  # documents with hashes in memory at a time
 AGAIN = "again"  # in the folder `parts`: for each document, whether an earlier one has its text
-Slice = tuple[Part, int, int, int]  # a part, its first and last document, and the number of documents in earlier parts
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Lay out the shards of one task; with a seed, one shard of a slice of every part."""
+    """Lay out the shards of one task's part."""
 
     recipe: Recipe
     task: Task | None
-    """The task to encode first, whose part is not kept."""
-    parts: Sequence[str]
-    """The parts' names in the folder `parts`."""
+    """The task to encode first, whose part is not kept; None: the part is there."""
+    part: str
+    """The part's name in the folder `parts`."""
     before: int
-    """Documents in the parts before these."""
-    number: int
-    """Number of the slice."""
-    slices: int
+    """Documents in the parts before this one; counted only with deduplication."""
     end: tuple[int, ...]
     """Start of the remaining work: the number of a file and a byte in it, or of a layout."""
 
     @property
     def out(self) -> Path:
         """Return the folder for the shards, and for `entries.json`: their entries for dataset.json."""
-        return self.recipe.folder / "parts" / f"{self.parts[0]}.{self.number}-{self.slices}"
+        return self.recipe.folder / "parts" / f"{self.part}.shards"
 
     @property
     def size(self) -> int:
@@ -60,90 +62,49 @@ class Layout:
         if self.task:
             self.task.run()
         with complete_folder(self.out) as folder:
-            _lay_out(self, folder)
+            self._write_shards(Part(self.recipe.folder / "parts" / self.part), folder)
         if self.task:
             shutil.rmtree(self.task.out, ignore_errors=True)
 
-    def at(self) -> bytes | None:
-        """Return the position in the task. An encoded task is at its end until the shards are there."""
-        if self.task is None or self.task.out.exists():
-            return b""
-        return self.task.at()
+    def _write_shards(self, part: Part, folder: Path) -> None:
+        starts, skipped = part.mapped("starts"), Counter(part.problems)
+        tokens = int(starts[-1])
+        count = max(round(tokens / self.recipe.shard_tokens), 1)
+        inner = np.searchsorted(starts, [tokens * i // count for i in range(1, count)]).tolist()
+        bounds = pairwise([0, *inner, part.documents])
+        entries = [self._write_shard(part, folder, *shard, skipped) for shard in enumerate(bounds)]
+        entries[-1] |= {"skipped": skipped, "until": self.end}
+        write_whole(folder / "entries.json", json.dumps(entries))
 
-    def place(self) -> str:
-        return self.task.place() if self.task else f"slice {self.number} of the shards"
-
-
-def _lay_out(layout: Layout, folder: Path) -> None:
-    recipe, skipped, before = layout.recipe, Counter(), layout.before
-    slices: list[Slice] = []
-    for name in layout.parts:
-        part = Part(recipe.folder / "parts" / name)
-        first, last = (part.documents * i // layout.slices for i in (layout.number, layout.number + 1))
-        slices.append((part, first, last, before))
-        before += part.documents
-        skipped.update(part.problems if layout.number == 0 else {})
-    shards = [slices]
-    if recipe.seed is None:
-        ((part, first, last, before),) = slices
-        starts = part.mapped("starts")
-        tokens = int(starts[last])
-        count = max(round(tokens / recipe.shard_tokens), 1)
-        bounds = [first, *np.searchsorted(starts, [tokens * i // count for i in range(1, count)]).tolist(), last]
-        shards = [[(part, start, stop, before)] for start, stop in pairwise(bounds)]
-    entries = [_write_shard(layout, folder, number, each, skipped) for number, each in enumerate(shards)]
-    entries[-1] |= {"skipped": skipped, "until": layout.end}
-    write_whole(folder / "entries.json", json.dumps(entries))
-
-
-def _write_shard(layout: Layout, folder: Path, number: int, slices: list[Slice], skipped: Counter) -> dict:
-    """Write the files of a shard. Count its duplicates in `skipped`, and return its entry for dataset.json."""
-    recipe, columns, tokens = layout.recipe, [], []
-    for part, start, stop, before in slices:
-        starts, again = part.read("starts", start, stop + 1), np.zeros(stop - start, bool)
+    def _write_shard(self, part: Part, folder: Path, number: int, bounds: tuple[int, int], skipped: Counter) -> dict:
+        """Write the files of a shard: of the part's documents between `bounds`. Count its duplicates in `skipped`, and
+        return its entry for dataset.json."""
+        recipe, (first, last) = self.recipe, bounds
+        starts, again = part.read("starts", first, last + 1), np.zeros(last - first, bool)
         if recipe.deduplicate:
-            again = np.fromfile(recipe.folder / "parts" / AGAIN, bool, stop - start, offset=before + start)
-        columns.append((np.diff(starts), part.read("sizes", start, stop), part.read("held_out", start, stop), again))
-        tokens.append(part.tokens(int(starts[0]), int(starts[-1]), recipe.dtype))
-    lengths, sizes, held_out, again = (np.concatenate(column) for column in zip(*columns))
-    joined, begins = np.concatenate(tokens), np.cumsum(lengths) - lengths
-    del tokens
-    if again.any():
-        skipped["a duplicate"] += int(again.sum())
-    order, entry = recipe.order(1, layout.number, len(lengths)), {"skipped": {}}
-    for side, wanted in (("train", ~held_out & ~again), ("val", held_out & ~again)):
-        chosen = order[wanted[order]]
-        if not len(chosen):
-            continue
-        places = np.cumsum(lengths[chosen]) - lengths[chosen]
-        laid_out = np.empty(int(lengths[chosen].sum()), joined.dtype)
-        for begin, length, place in zip(begins[chosen].tolist(), lengths[chosen].tolist(), places.tolist()):
-            laid_out[place : place + length] = joined[begin : begin + length]
-        path = folder / f"{side}_{number:06d}.bin"
-        write_array(path.with_suffix(".starts.npy"), places)
-        write_shard(path, laid_out, recipe.vocab_size)
-        entry[side] = {
-            "file": path.name,
-            "documents": len(chosen),
-            "tokens": len(laid_out),
-            "bytes": int(sizes[chosen].sum()),
-            "sha256": write_blocks(path),
-        }
-    return entry
-
-
-def layouts_of(recipe: Recipe, tasks: Sequence[Task]) -> list[Layout]:
-    """Return the layouts for the parts of all tasks."""
-    names, parts = [task.out.name for task in tasks], [Part(task.out) for task in tasks]
-    if recipe.deduplicate:
-        _find_duplicates(recipe, parts)
-    if recipe.seed is not None:
-        count = -(-sum(int(part.mapped("starts")[-1]) for part in parts) // recipe.shard_tokens)
-        return [Layout(recipe, None, names, 0, i, count, (i + 1, 0)) for i in range(count)]
-    befores = accumulate((part.documents for part in parts), initial=0)
-    return [
-        Layout(recipe, None, [name], before, 0, 1, (i, 0)) for i, (name, before) in enumerate(zip(names, befores), 1)
-    ]
+            again = np.fromfile(recipe.folder / "parts" / AGAIN, bool, last - first, offset=self.before + first)
+            skipped["a duplicate"] += int(again.sum())
+        lengths, sizes, held_out = np.diff(starts), part.read("sizes", first, last), part.read("held_out", first, last)
+        joined, begins = part.tokens(int(starts[0]), int(starts[-1]), recipe.dtype), starts[:-1] - starts[0]
+        entry: dict = {"skipped": {}}
+        for side, wanted in (("train", ~held_out & ~again), ("val", held_out & ~again)):
+            if not wanted.any():
+                continue
+            places = np.cumsum(lengths[wanted]) - lengths[wanted]
+            laid_out = np.empty(int(lengths[wanted].sum()), joined.dtype)
+            for begin, length, place in zip(begins[wanted].tolist(), lengths[wanted].tolist(), places.tolist()):
+                laid_out[place : place + length] = joined[begin : begin + length]
+            path = folder / f"{side}_{number:06d}.bin"
+            write_array(path.with_suffix(".starts.npy"), places)
+            write_shard(path, laid_out, recipe.vocab_size)
+            entry[side] = {
+                "file": path.name,
+                "documents": int(wanted.sum()),
+                "tokens": len(laid_out),
+                "bytes": int(sizes[wanted].sum()),
+                "sha256": write_blocks(path),
+            }
+        return entry
 
 
 def _find_duplicates(recipe: Recipe, parts: Sequence[Part]) -> None:
@@ -172,26 +133,29 @@ def write_record(folder: Path, facts: dict) -> None:
     write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
 
 
-def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, engine: Engine) -> None:
-    """Make the missing parts of a dataset. `facts` is the record: shards are added to it in order. Raise the first
-    failure, in the source's order, when everything before it is complete."""
+def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:
+    """Make the missing parts of a dataset with `workers` processes. `facts` is the record: shards are added to it in
+    order. Raise the first failure, in the source's order, when everything before it is complete."""
     shards = facts["shards"]
     while shards and "until" not in shards[-1]:
         shards.pop()  # from a task that lost a shard
     start = tuple(shards[-1]["until"]) if shards else (0, 0)
-    at_once = recipe.seed is None and not recipe.deduplicate  # a shard depends on no document of another task
-    tasks = make_tasks(recipe, corpus, files, start if at_once else (0, 0))
+    tasks = make_tasks(recipe, corpus, files, (0, 0) if recipe.deduplicate else start)
     parts = recipe.folder / "parts"
     parts.mkdir(exist_ok=True)
     for left in parts.iterdir():  # by processes that were killed
-        if re.fullmatch(r".*\.([0-9a-f]{32}|at)", left.name):
+        if re.fullmatch(r".*\.[0-9a-f]{32}", left.name):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    if at_once:
-        layouts = [Layout(recipe, task, [task.out.name], 0, 0, 1, task.end) for task in tasks]
+    if recipe.deduplicate:  # a shard depends on the documents of all tasks
+        _work(tasks, workers, lambda task: None)
+        made = [Part(task.out) for task in tasks]
+        _find_duplicates(recipe, made)
+        befores = accumulate((part.documents for part in made), initial=0)
+        layouts = [Layout(recipe, None, task.out.name, n, (i, 0)) for i, (task, n) in enumerate(zip(tasks, befores), 1)]
+        layouts = layouts[start[0] :]
     else:
-        _work(engine, tasks, lambda task: None)
-        layouts = layouts_of(recipe, tasks)[start[0] :]
-    _work(engine, layouts, lambda layout: _take(layout, facts))
+        layouts = [Layout(recipe, task, task.out.name, 0, task.end) for task in tasks]
+    _work(layouts, workers, lambda layout: _take(layout, facts))
 
 
 def _take(layout: Layout, facts: dict) -> None:
@@ -213,30 +177,43 @@ def _take(layout: Layout, facts: dict) -> None:
     shutil.rmtree(layout.out)
 
 
-def _work(engine: Engine, jobs: Sequence[Layout] | Sequence[Task], take: Callable) -> None:
-    """Run the jobs whose output is missing, and take their outputs in order. Raise the first failure."""
-    numbers, failed, done = {id(job): i for i, job in enumerate(jobs)}, {}, 0
-    complete = {i for i, job in enumerate(jobs) if job.out.exists()}
-    waiting: deque[Job] = deque(job for i, job in enumerate(jobs) if i not in complete)
+def _work(jobs: Sequence[Layout] | Sequence[Task], workers: int, take: Callable) -> None:
+    """Run the jobs in up to `workers` processes, or in this one, and take their outputs in order. Raise the first
+    failure, once the outputs before it are taken."""
     bar = progress(total=sum(job.size for job in jobs), unit="B", unit_scale=True, desc="encoding")
-    with bar, closing(engine.run(waiting)) as ended:
-        while True:
-            while done in complete:
-                take(jobs[done])
-                bar.update(jobs[done].size)
-                done += 1
-            job, failure = next(ended, (None, None))
-            if job is None:
-                break
-            if isinstance(failure, OSError):
-                raise failure
-            if failure:
-                failed[numbers[id(job)]] = failure
-                first = min(failed)
-                earlier = [job for job in waiting if numbers[id(job)] < first]
-                waiting.clear()
-                waiting.extend(earlier)
-            else:
-                complete.add(numbers[id(job)])
-    if failed:
-        raise failed[min(failed)]
+    missing = sum(not job.out.exists() for job in jobs)
+    with bar:
+        if min(workers, missing) < 2:
+            for job in jobs:
+                job.run()
+                take(job)
+                bar.update(job.size)
+            return
+        context = multiprocessing.get_context("spawn")  # JAX and its threads may be in this process
+        pool = ProcessPoolExecutor(min(workers, missing), context, _start_worker)
+        try:
+            for job, result in [(job, pool.submit(job.run)) for job in jobs]:
+                result.result()
+                take(job)
+                bar.update(job.size)
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker was killed, as for want of memory, or crashed; the same command continues: with fewer "
+                "--workers it needs less memory"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Ignore Ctrl-C in a worker, and end it with the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def follow() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

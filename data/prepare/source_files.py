@@ -1,14 +1,12 @@
 """Reading a file of text: its documents' contents in order, from the complete file or from a span of its bytes.
 
-Adjacent spans give each document once: the span in which it starts, or, in a table, in which its group of rows starts.
+Adjacent spans give each document once: the span in which it starts, or in which its group of rows of a .parquet starts.
 A document has a number in its file. In a span of a .jsonl the numbers count the span's lines from 1, and the lines
 before it are counted only for a message. Texts between separators are numbered in the same way.
 """
 
-import csv
 import io
 import json
-import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +14,6 @@ from pathlib import PurePath
 from typing import Any
 
 import pyarrow
-import pyarrow.csv
 import pyarrow.parquet
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -24,10 +21,10 @@ from fsspec.implementations.local import LocalFileSystem
 from configs.schema import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # Lines of JSON, as in C4 and Dolma. A .json has lines only if it is compressed.
 LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
-TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet", ".csv", ".csv.gz", ".arrow")
+TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
 CHUNK_BYTES = 16_384
 BATCH_BYTES = 16_000_000  # bytes of a table's column in memory at a time, unless a single row is larger
 
@@ -47,22 +44,19 @@ class SourceFile:
     filesystem: AbstractFileSystem = LocalFileSystem()
     """The fsspec filesystem that opens it."""
 
-
-def decompressed(name: str, opened: Any) -> Any:
-    """Return the content of a file of this name."""
-    packed = COMPRESSIONS.get(PurePath(name).suffix)
-    if packed == "xz":
-        return lzma.open(opened)
-    if packed and not opened.read(1):
-        raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
-    opened.seek(0)
-    return io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
+    def ends_with(self, *suffixes: str) -> bool:
+        """Return whether the name ends with one of the suffixes, in upper or lower case."""
+        return self.name.lower().endswith(suffixes)
 
 
 def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in the span, empty ones without content; all lines of a compressed file."""
-    stream, at = decompressed(file.name, opened), start
-    packed = stream is not opened
+    stream, at = opened, start
+    if packed := COMPRESSIONS.get(PurePath(file.name.lower()).suffix):
+        if not opened.read(1):
+            raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
+        opened.seek(0)
+        stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20)
     if start:
         stream.seek(start - 1)
         at += len(stream.readline()) - 1  # the end of a line that starts earlier
@@ -91,39 +85,10 @@ def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> It
             return
 
 
-def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it). A `nested`
-    column gives JSON."""
-    try:
-        if file.name.endswith(".arrow"):
-            is_file = opened.read(6) == b"ARROW1"
-            opened.seek(0)
-            table = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
-            batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else table
-        else:
-            first = decompressed(file.name, opened)  # closes the file on deletion
-            names = next(csv.reader([first.readline().decode("utf-8-sig")]), [])
-            opened.seek(0)
-            batches = table = pyarrow.csv.open_csv(
-                decompressed(file.name, opened),
-                pyarrow.csv.ReadOptions(use_threads=False, block_size=BATCH_BYTES),
-                pyarrow.csv.ParseOptions(newlines_in_values=True),
-                pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pyarrow.large_binary()),
-                    include_columns=[column] if column in names else None,
-                ),
-            )
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or incomplete: {error}") from error
-    _require_text(file, column, dict(zip(table.schema.names, table.schema.types)), nested)
-    at = table.schema.names.index(column)  # the first of that name
-    yield from enumerate((content for batch in batches for content in _contents(batch.column(at))), 1)
-
-
 def rows(
     file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a table's groups that start in the span. A `nested` column gives JSON."""
+    """Yield the rows of a .parquet's groups that start in the span. A `nested` column gives JSON."""
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
         schema = table.schema_arrow

@@ -26,11 +26,6 @@ GSM8K = {
     "question": ["How many?", "And then?", "None?"],
     "answer": ["48/2 = <<48/2=24>>24.\nSo <<48+24=72>>72.\n#### 72", "<<1+1>>2 <<a=b=c>>\n#### 2", "#### 0"],
 }
-CHITCHAT = {
-    "a": [["Hi", "there "], ["Hello"], [" "], ["lost"]],
-    "b": [["Hi"], ["Yes?"], ["Bye"]],
-    "c": [["Is anybody there?"]],
-}
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -84,22 +79,10 @@ def test_each_row_is_the_conversation_that_nanochat_s_task_makes_of_it(tmp_path,
     assert converted(monkeypatch, tmp_path, schema, columns) == theirs
 
 
-def test_the_first_speaker_is_the_user_and_a_chat_ends_with_an_answer(tmp_path, monkeypatch, capsys):
-    texts = lambda sent: [{"text": text, "sender": "", "timestamp": ""} for text in sent]
-    chats = {name: {"messages": [texts(sent) for sent in chat], "prompt": ""} for name, chat in CHITCHAT.items()}
-    monkeypatch.setitem(sys.modules, "chitchat_dataset", SimpleNamespace(Dataset=lambda: chats))
-    made = converted(monkeypatch, tmp_path, "chitchat")
-    contents = [[(message["role"], message["content"]) for message in one["messages"]] for one in made]
-    assert contents == [[("user", "Hi\nthere"), ("assistant", "Hello")], [("user", "Hi"), ("assistant", "Yes?")]]
-    assert json.loads(capsys.readouterr().out)["left_out"] == 1
-
-
 @pytest.mark.parametrize(
     "words, columns, says",
     [
-        (["chitchat"], None, "pip install"),
-        (["chitchat", "--source=there"], None, "has its own"),
-        (["mmlu"], None, "needs --source"),
+        (["mmlu"], None, "--source"),
         (["mmlu", "--source=a.parquet"], GSM8K, "no column choices"),
         (["mmlu", "--source=a.parquet"], MMLU | {"answer": [1, 4]}, "row 2"),
         (["mmlu", "--source=a.parquet"], MMLU | {"answer": [1, -1]}, "row 2"),
@@ -109,7 +92,6 @@ def test_the_first_speaker_is_the_user_and_a_chat_ends_with_an_answer(tmp_path, 
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, columns, says):
-    monkeypatch.setitem(sys.modules, "chitchat_dataset", None)
     if columns:
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")

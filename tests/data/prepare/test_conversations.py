@@ -17,7 +17,7 @@ from configs.schema import DataConfig, UserError
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.preparation import Preparation, prepare
 from data.record import hash_share
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
 from evaluation.texts import read_sources
@@ -49,8 +49,8 @@ def test_documents_are_rendered_and_held_out_by_text(tmp_path, monkeypatch):
     write_lines(tmp_path / "chat" / "a.jsonl", [*SOME[:150], SOME[1]])
     write_lines(tmp_path / "chat" / "b.jsonl", [one["messages"] for one in SOME[150:]])  # nanochat's format
     settings = Preparation(source=f"{tmp_path}/chat", vocab_size=300, val_fraction=0.2, conversations=True)
-    settings = replace(settings, deduplicate=True, shuffle=3)
-    prepare(settings, tmp_path / "out", where=Where(workers=1))
+    settings = replace(settings, deduplicate=True)
+    prepare(settings, tmp_path / "out", workers=1)
     facts, tokenizer = facts_of(tmp_path / "out"), load_tokenizer(tmp_path / "out" / "tokenizer")
     assert facts["made_from"]["conversations"] is True and sum(facts["skipped"].values()) == 1
     for part, is_val in (("train", False), ("val", True)):
@@ -66,8 +66,6 @@ def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
     write_lines(tmp_path / "a.jsonl", PLAIN)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
-    with pa.ipc.new_file(f"{tmp_path}/d.arrow", table.schema) as writer:
-        writer.write_table(table)
     pq.write_table(pa.table({"messages": [*map(json.dumps, messages)]}), tmp_path / "e.parquet")
     write_lines(tmp_path / "f.jsonl", [{"turns": one} for one in messages])
     for path in sorted(tmp_path.iterdir()):
@@ -82,6 +80,10 @@ BAD = {
     "message 3 has the role 'tool', not system, user or assistant": [U, A, {"role": "tool", "content": "x"}],
     "the conversation has, after the user's, another message of user; roles alternate from the user's": [U, U, A],
     "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
+    "message 2 (assistant) has the weight 0: every answer is learned": [U, A | {"weight": 0}],
+    "message 2 (assistant) has tool_calls, which cannot be learned": [U, A | {"tool_calls": [{"id": "1"}]}],
+    "message 2 (assistant) has reasoning_content, which cannot be learned": [U, A | {"reasoning_content": "hm"}],
+    "message 1 (user) has function_call, which cannot be learned": [U | {"function_call": {"name": "f"}}, A],
     "invalid Unicode (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
 }
 
@@ -135,16 +137,6 @@ def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
     assert "lacks" not in capsys.readouterr().err
     with pytest.raises(UserError, match="is conversations, not text; a run on them has"):
         read_sources(f"{tmp_path}/out", 9, "text", Path(), tmp_path / "cache")
-
-
-def test_words_of_an_evaluation_are_found_across_the_lines_of_a_message(tmp_path):
-    words = [f"word{i}" for i in range(13)]
-    taken = [U, {"role": "assistant", "content": "\n".join(words)}]
-    write_lines(tmp_path / "evaluation.jsonl", [{"question": " ".join(words)}])
-    settings = Preparation(source=write_lines(tmp_path / "a.jsonl", [*PLAIN, taken]), vocab_size=270)
-    evaluation = f"{tmp_path}/evaluation.jsonl"
-    prepare(replace(settings, conversations=True, exclude_ngrams_of=evaluation, val_fraction=0.2), tmp_path / "out")
-    assert facts_of(tmp_path / "out")["skipped"] == {f"13 words of {evaluation}": 1}
 
 
 def write_library(root: Path, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
 from data.packing import load_plan
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.preparation import Preparation, prepare
 from data.record import read_record
 from data.shards import write_shard
 from data.tokenizer import load_tokenizer
@@ -134,20 +134,10 @@ def test_a_damaged_table_is_refused_and_named(tmp_path, content, message):
         texts_of(tmp_path / "x.parquet")
 
 
-def test_a_csv_of_one_endless_line_is_refused_and_named(tmp_path):
-    (tmp_path / "x.csv").write_text("x" * 200_000)
-    with pytest.raises(UserError, match=r"x\.csv: not \.csv, or incomplete: field larger"):
-        texts_of(tmp_path / "x.csv")
-
-
 def test_the_first_of_columns_with_one_name_is_read(tmp_path):
     table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
-    with pa.ipc.new_file(str(tmp_path / "x.arrow"), table.schema) as file:
-        file.write_table(table)
-    (tmp_path / "x.csv").write_text("text,text\none,two\n")
     pq.write_table(table, tmp_path / "x.parquet")
-    for kind in ("arrow", "csv", "parquet"):
-        assert texts_of(tmp_path / f"x.{kind}") == ["one"]
+    assert texts_of(tmp_path / "x.parquet") == ["one"]
 
 
 def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
@@ -257,7 +247,7 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
 def test_a_disk_that_fails_during_a_preparation_is_lost(prepared, tmp_path, monkeypatch, function):
     monkeypatch.setattr(f"data.prepare.{function}", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageLost, match="Input/output error"):
-        prepare(preparation(prepared), tmp_path / "made", where=Where(workers=1))
+        prepare(preparation(prepared), tmp_path / "made", workers=1)
 
 
 def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
@@ -272,10 +262,9 @@ def test_what_killed_processes_left_is_removed(prepared, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UserError):
         patch.setattr(data.prepare.preparation, "make_shards", no_room)
         prepare(preparation(prepared), tmp_path / "out")
-    whole, partial, note = parts / ("0" * 32), parts / f"{'0' * 32}.{'1' * 32}", parts / f"{'0' * 32}.at"
+    whole, partial = parts / ("0" * 32), parts / f"{'0' * 32}.{'1' * 32}"
     for folder in (whole, partial):
         folder.mkdir(parents=True)
-    note.write_bytes(bytes(16))
     with monkeypatch.context() as patch, pytest.raises(UserError):
         patch.setattr(data.prepare.shard_layout, "_work", no_room)
         prepare(preparation(prepared), tmp_path / "out")

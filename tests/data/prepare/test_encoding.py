@@ -55,13 +55,12 @@ def test_blanks_that_tiktoken_cannot_take_are_encoded():
 
 
 @pytest.mark.parametrize("words", [["alpha", "naïve", "日本語", "😀 the"], ["日本語\n"], ["12345"], ["x"]])
-def test_joined_parts_are_the_text_and_utf_8_gives_the_same_parts(words, monkeypatch):
+def test_joined_parts_are_the_text(words, monkeypatch):
     monkeypatch.setattr("data.prepare.encoding.WINDOW", 5000)
     encoder, generator = Encoder(trained()), random.Random(1)
     text = (" " if len(words) > 1 else "").join(generator.choices(words, k=6000))
     parts = list(encoder.windows(text))
     assert "".join(parts) == text and max(map(len, parts)) <= 5000 and len(parts) > 1
-    assert list(encoder.windows(text.encode())) == parts
     tokens = np.concatenate([encoder.encode(part) for part in parts]).tolist()
     if len(words) > 1:  # letters are separated by blanks
         assert tokens == slow(trained(), text)

@@ -1,4 +1,3 @@
-import gzip
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.prepare.__main__ import main
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import load_tokenizer
 from hosts.runtime import run_command
@@ -220,7 +219,7 @@ def test_a_too_large_vocabulary_names_a_valid_size(text, some_size_works, tmp_pa
 
 def test_skipped_documents_are_reported_and_counted_even_at_the_end(settings, tmp_path, capfd):
     for name in ("0first", "5middle", "zlast"):
-        Path(settings.source, f"{name}.txt").write_bytes(b"\xff\xfe")
+        Path(settings.source, f"{name}.txt").write_bytes(b"\xfa\xfb")
     Path(settings.source, "zzlast.txt").write_text("")
     Path(settings.source, "table.jsonl").write_text("no json\n")
     prepare(replace(settings, on_error="skip"), tmp_path / "out")
@@ -268,12 +267,12 @@ def test_the_command_names_file_and_line_with_code_2_or_writes_one_line_of_json(
 def test_after_a_bad_document_the_rest_can_be_prepared(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (1500, 1500))
     Path(settings.source, "table.jsonl").write_text("\n".join([*LINES, "no json", *LINES[:5]]))
-    stopping, one = replace(settings, tokenizer=str(made_tokenizer(tmp_path))), Where(workers=1)
+    stopping = replace(settings, tokenizer=str(made_tokenizer(tmp_path)))
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
-        prepare(stopping, tmp_path / "out", where=one)
+        prepare(stopping, tmp_path / "out", workers=1)
     assert len(facts_of(tmp_path / "out")["shards"]) > 3
     for out in ("out", "whole"):
-        prepare(replace(stopping, on_error="skip"), tmp_path / out, where=one)
+        prepare(replace(stopping, on_error="skip"), tmp_path / out, workers=1)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert facts_of(tmp_path / "out")["skipped"] == {"not JSON": 1}
 
@@ -325,37 +324,6 @@ def test_a_test_split_is_refused_unless_it_is_the_only_text(splits, tmp_path):
     assert not (tmp_path / "out").exists()
     prepare(replace(splits, source=f"{splits.source}/test*"), tmp_path / "out")
     assert facts_of(tmp_path / "out")["held_out_by"] == "text"
-
-
-def test_documents_with_13_words_of_an_evaluation_are_left_out_and_counted(splits, tmp_path):
-    chosen = replace(splits, exclude_ngrams_of=str(tmp_path / "questions.jsonl"))
-    prepare(chosen, tmp_path / "out")
-    left = f"13 words of {tmp_path / 'questions.jsonl'}"
-    assert facts_of(tmp_path / "out")["skipped"][left] == 2
-    kept = documents(tmp_path / "out", "train")
-    assert len(kept) == 16 and not any(text.startswith(("text 3 ", "text 4 ")) for text in kept)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "damaged"),
-    [
-        ("x.jsonl", b'{"text": "one"}\nnot JSON\n', r"x\.jsonl line 2"),
-        ("x.jsonl.gz", b"", r"x\.jsonl\.gz line 1"),
-        ("x.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9, mtime=0)[:-9], r"x\.jsonl\.gz line"),
-        ("x.md", b"\xff" * 2**21, r"x\.md#00000000"),
-    ],
-)
-def test_a_damaged_evaluation_is_named(splits, tmp_path, name, content, damaged):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"--exclude_ngrams_of=.*{damaged}.* cannot be read: "):
-        prepare(replace(splits, exclude_ngrams_of=str(tmp_path / name)), tmp_path / "out")
-
-
-def test_a_folder_with_mostly_excluded_files_is_refused(settings, tmp_path):
-    Path(settings.source, "manual.rst").write_text("words " * 9000)
-    with pytest.raises(UserError, match=r"most of its text .* 1 \.rst \(54,000 bytes; --text_extensions=\.rst\).*glob"):
-        prepare(settings, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_standard_library_s_empty_files_do_not_stop_it(tmp_path, monkeypatch):

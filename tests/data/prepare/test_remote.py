@@ -23,7 +23,7 @@ from huggingface_hub import HfApi
 from configs.retry import StorageLost
 from configs.schema import UserError
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.preparation import Preparation, prepare
 
 PIECE = 10 * 2**20  # bytes that the client buffers before it writes
 SHA = "1234567890abcdef1234567890abcdef12345678"
@@ -131,11 +131,11 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
     ask(endpoint, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    source, where = Preparation(source="hf:owner/name:sample/10BT", vocab_size=280, val_fraction=0.1), Where(workers=1)
+    source = Preparation(source="hf:owner/name:sample/10BT", vocab_size=280, val_fraction=0.1)
     Hub.asked.clear()
-    prepare(source, tmp_path / "out", max_files=1, where=where)
+    prepare(source, tmp_path / "out", max_files=1, workers=1)
     assert {name for name, _ in Hub.asked} == {"sample/10BT/000.parquet"}
-    prepare(source, tmp_path / "out", where=where)
+    prepare(source, tmp_path / "out", workers=1)
     facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
     assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
