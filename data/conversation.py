@@ -68,7 +68,7 @@ def document_of(conversation: object) -> str:
         if lost := [name for name in NOT_KEPT if message.get(name)]:
             raise ValueError(f"message {number} ({message['role']}) has {', '.join(lost)}, which cannot be learned")
         if message["role"] == "assistant" and message.get("weight") not in (None, 1):
-            raise ValueError(f"message {number} (assistant) has the weight {message['weight']}: every answer is learned")
+            raise ValueError(f"message {number} (assistant) has another weight than 1: every answer is learned")
     return json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 

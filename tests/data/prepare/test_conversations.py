@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sysconfig
 from collections import Counter
 from dataclasses import replace
@@ -80,7 +81,7 @@ BAD = {
     "message 3 has the role 'tool', not system, user or assistant": [U, A, {"role": "tool", "content": "x"}],
     "the conversation has, after the user's, another message of user; roles alternate from the user's": [U, U, A],
     "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
-    "message 2 (assistant) has the weight 0: every answer is learned": [U, A | {"weight": 0}],
+    "message 2 (assistant) has another weight than 1: every answer is learned": [U, A | {"weight": 0}],
     "message 2 (assistant) has tool_calls, which cannot be learned": [U, A | {"tool_calls": [{"id": "1"}]}],
     "message 2 (assistant) has reasoning_content, which cannot be learned": [U, A | {"reasoning_content": "hm"}],
     "message 1 (user) has function_call, which cannot be learned": [U | {"function_call": {"name": "f"}}, A],
@@ -97,7 +98,7 @@ def test_a_bad_conversation_is_named_or_skipped_and_counted_by_kind(tmp_path):
         assert f"{number}.jsonl line {len(PLAIN) + 1}: {problem}; correct it" in str(error.value)
     settings = replace(settings, source=write_lines(tmp_path / "all.jsonl", [*PLAIN, *BAD.values()]), on_error="skip")
     prepare(settings, tmp_path / "out")
-    kinds = [problem.replace("message 3", "a message").replace("message 4", "a message") for problem in BAD]
+    kinds = [re.sub(r"^message \d", "a message", problem) for problem in BAD]
     assert facts_of(tmp_path / "out")["skipped"] == dict.fromkeys(kinds, 1)
 
 
