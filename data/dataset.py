@@ -120,6 +120,11 @@ def open_text(
                 f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or a smaller "
                 "--batch.tokens_per_step or --batch.sequence_length" + f"; {too_long}" * bool(too_long)
             )
+        if rows.chat_tokens and not any(rows[i]["weights"].any() for i in range(len(rows))):  # usually the first has
+            raise UserError(
+                f"--data.source={name}: in its {len(rows)} rows of {length} tokens no token of an assistant is left to "
+                f"learn; give a larger --batch.sequence_length; {too_long}"
+            )
     if len({dataset.held_out for dataset in datasets}) > 1:
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
         print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
