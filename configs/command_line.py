@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 import tyro
 
+from configs.messages import repair_streams
 from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, hints, options
 from configs.validation import check_types, resolved, validate, with_homes
@@ -132,6 +133,7 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
     """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
     code 2. `interrupted`: the message after Ctrl-C."""
+    repair_streams()
     try:
         return main()
     except UserError as error:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from configs.command_line import Exit
 from configs.files import cache_dir
-from configs.messages import outlive_the_log, show_messages
+from configs.messages import outlive_the_log, repair_streams, show_messages
 from configs.retry import StorageLost, first_line, passes
 from configs.schema import UserError
 from hosts.cluster import Cluster, PeerLost, detect
@@ -56,6 +56,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    repair_streams()
     outlive_the_log("stderr")
     ended: BaseException | None = None
     try:

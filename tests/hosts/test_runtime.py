@@ -100,6 +100,30 @@ def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, co
         assert subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode == code
 
 
+@pytest.mark.parametrize(
+    ("encoding", "closed", "out", "err"),
+    [
+        ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n"),
+        ("latin-1", "2>&-", "é \\u65e5\n", ""),
+        ("utf-8", ">&- 2>&- <&-", "", ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "start"), [("hosts.runtime", "run_command"), ("configs.command_line", "exit_code_of")]
+)
+def test_a_text_that_the_output_cannot_show_changes_no_exit_code(encoding, closed, out, err, module, start):
+    program = (
+        f"import sys\nfrom {module} import {start}\ndef main():\n    print('é 日')\n"
+        f"    print('é 日', file=sys.stderr)\n    return 0\nsys.exit({start}(main, *sys.argv[1:]))"
+    )
+    message = ["interrupted"] * (start == "exit_code_of")
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", program, *message]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    texts = ended.stdout.decode(encoding), ended.stderr.decode(encoding)
+    assert (ended.returncode, *texts) == (0, out, err)
+
+
 def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
