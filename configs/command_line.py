@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 import tyro
 
+from configs.messages import repair_streams
 from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, hints, options
 from configs.validation import check_types, resolved, validate, with_homes
@@ -62,15 +63,27 @@ def load_config(path: str) -> tuple[Config, Derive]:
     spec = importlib.util.spec_from_file_location("run_config", path)
     if spec is None or spec.loader is None:
         raise UserError(f"--config={path}: not a Python file; a config ends in .py and defines get_config() -> Config")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        config = module.get_config() if hasattr(module, "get_config") else None
-    except Exception as error:
-        raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
-    if not isinstance(config, Config):
-        raise UserError(f"--config={path}: the file must define get_config() that returns a configs.schema.Config")
-    return config, getattr(module, "derive", lambda config, given: config)
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # a file's sys.exit(0) must not look like a complete run
+            raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
+
+    def require_config(config: Any, name: str) -> Config:
+        if not isinstance(config, Config):
+            raise UserError(f"--config={path}: the file must define {name}() that returns a configs.schema.Config")
+        return config
+
+    def derive(config: Config, given: set[str]) -> Config:
+        return require_config(call(module.derive, config, given), "derive")
+
+    call(loader.exec_module, module)
+    config = require_config(call(module.get_config) if hasattr(module, "get_config") else None, "get_config")
+    return config, derive if hasattr(module, "derive") else lambda config, given: config
 
 
 def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
@@ -96,7 +109,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
             ],
         ),
         _in_tyro_s_spelling(argv, Config, extra),
-        f"{description}\n\n--config FILE (required) gives every option below its default.",
+        f"{description or ''}\n\n--config FILE (required) gives every option below its default.",
     )
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
@@ -132,6 +145,7 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
     """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
     code 2. `interrupted`: the message after Ctrl-C."""
+    repair_streams()
     try:
         return main()
     except UserError as error:

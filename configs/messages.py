@@ -49,6 +49,17 @@ def outlive_the_log(*names: str) -> None:
             setattr(sys, name, io.TextIOWrapper(raw, file.encoding, file.errors, **ways))
 
 
+def repair_streams() -> None:
+    """Let the output escape characters that its encoding lacks, and open /dev/null for what the caller has closed
+    (`>&-`), for which Python has None. Errors there would end a command after its work."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for file in (sys.stdout, sys.stderr):
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="backslashreplace")
+
+
 def show_messages(first: bool = True) -> None:
     """Show the messages of a command's first process, and none of its others."""
     LOGGER.handlers = [AboveTheBar() if first else logging.NullHandler()]

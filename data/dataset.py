@@ -103,6 +103,8 @@ def open_text(
                 f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
                 f"again with --tokenizer={datasets[0].folder}/tokenizer"
             )
+    if lost := tokenizer.text_lost():  # of shards from elsewhere, or of an earlier version's
+        print(f"the tokenizer of {names[0]} may lose text, and bits per byte be wrong: {lost}", file=sys.stderr)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"--model.vocab_size={vocab_size} is too small for the tokenizer of {config.source}, which has "
@@ -117,6 +119,11 @@ def open_text(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
                 f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or a smaller "
                 "--batch.tokens_per_step or --batch.sequence_length" + f"; {too_long}" * bool(too_long)
+            )
+        if rows.chat_tokens and not any(rows[i]["weights"].any() for i in range(len(rows))):  # usually the first has
+            raise UserError(
+                f"--data.source={name}: in its {len(rows)} rows of {length} tokens no token of an assistant is left to "
+                f"learn; give a larger --batch.sequence_length; {too_long}"
             )
     if len({dataset.held_out for dataset in datasets}) > 1:
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))

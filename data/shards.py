@@ -235,8 +235,8 @@ class LocalShard:
         """Return the bytes from `at` on: `size`, or as many as the file has."""
 
         def read() -> bytearray:
-            content, file = bytearray(), _opened(self).fileno()
-            while len(content) < size and (part := os.pread(file, size - len(content), at + len(content))):
+            content, file = bytearray(), _opened(self)  # if another thread drops it from the cache, it stays open here
+            while len(content) < size and (part := os.pread(file.fileno(), size - len(content), at + len(content))):
                 content += part
             return content
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +30,7 @@ BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
+PROBE = {"a test": 'A  b\tc\n    Dé 1,234 "x" ﬁ ① 日本 🙂'}  # what case folding, NFKC and unknown tokens lose
 PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
 
 
@@ -115,6 +116,18 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the tokens."""
         return self.library.decode(list(ids))
+
+    def text_lost(self, texts: Mapping[str, str] = PROBE) -> str:
+        """Return the first difference between a text, apart from blanks at its ends, and what its tokens decode to;
+        "" if there is none. Bits per byte divide by the bytes of tokens, and are wrong if those are another text's.
+        `texts`: by their names."""
+        for (name, text), ids in zip(texts.items(), self.encode(list(texts.values()))):
+            decoded = self.decode(ids)
+            if decoded.strip() != text.strip():
+                at = next((i for i, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))
+                there = f"{decoded[at : at + 20]!r}, not {text[at : at + 20]!r}"
+                return f"the tokens of {name} decode from character {at:,} on to {there}"
+        return ""
 
     @property
     def missing_chat_tokens(self) -> list[str]:

@@ -114,8 +114,12 @@ def digest(sources: list[Source]) -> str:
 
 
 def measure_text(network: Network, given: str, sources: list[Source], out: str | Path) -> Measured:
-    """Measure a network on the sources' documents, except those that an earlier start wrote to `out`. Every process
-    must call it."""
+    """Measure a network on the sources' documents, except those that an earlier start wrote to `out`. Raise UserError
+    if its tokenizer loses text: what it drops would cost no bits. Every process must call it."""
+    for source in sources:
+        texts = {f"{document.name} of {source.name}": document.text for document in source.documents}
+        if lost := network.tokenizer.text_lost(texts):
+            raise UserError(f"the tokenizer of {given} loses text, so bits per byte would be wrong: {lost}")
     text, scorer = digest(sources), network.scorer()
     check_hosts_agree("their text", text)
     facts = {"tokenizer": network.tokenizer.sha256, "text": text} | scorer.facts | network.facts

@@ -117,8 +117,15 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Cluster:
     count = int(environ["SLURM_STEP_NUM_TASKS"])
     if count == 1:
         return Cluster("SLURM", 1, -1)
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # 8(x2),4: 8, 8, 4
-    tasks = [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", 0))]
+    listed, node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), environ.get("SLURM_NODEID", "0")
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", listed)  # 8(x2),4: 8, 8, 4
+    every = [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
+    if not (re.fullmatch(r"(\d+(\(x\d+\))?(,(?=\d)|$))+", listed) and node.isdecimal() and int(node) < len(every)):
+        raise UserError(
+            f"SLURM_STEP_TASKS_PER_NODE={listed} has no tasks of node SLURM_NODEID={node}; it is a list such as "
+            "8(x2),4: start the run with srun"
+        )
+    tasks = every[int(node)]
     # With these SLURM shows a task only its own GPUs.
     bound = (
         "SLURM_GPUS_PER_TASK" in environ

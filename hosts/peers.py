@@ -22,11 +22,12 @@ import jax
 from jax._src import distributed  # as Orbax does: the service's store has no public API
 
 from configs.command_line import Exit
-from hosts.cluster import START_TIMEOUT, TELL_EVERY, Cluster, PeerLost, named, roll_call
+from hosts.cluster import START_TIMEOUT, TELL_EVERY, Cluster, PeerLost, named, roll_call, split_address
 
 TELL_FIRST = 10  # seconds until a line names a joined process that does not answer
 JOIN_TIMEOUT = 120  # seconds for JAX's start, once all have come
 HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as lost
+DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
 HOSTS = "tokensum/host"  # in the service's store: each process's host
 EXCHANGES = "tokensum/exchange"  # also there: the values that processes exchange
 ENDING = "tokensum/exit"  # also there: the code, and the first process that ended with it
@@ -40,6 +41,9 @@ def join(cluster: Cluster) -> None:
     roll_call(cluster)
     end_aborts_as_lost_peers()
     _joining.set()
+    if os.environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:  # gRPC would ask it for the coordinator
+        direct = os.environ.get(DIRECT) or os.environ.get("no_proxy", "")
+        os.environ[DIRECT] = f"{direct},{split_address(cluster.address)[0]}".strip(",")
     jax.distributed.initialize(
         cluster.address,
         cluster.processes,

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from configs.command_line import Exit
 from configs.files import cache_dir
-from configs.messages import outlive_the_log, show_messages
-from configs.retry import StorageLost, first_line, passes
+from configs.messages import outlive_the_log, repair_streams, show_messages
+from configs.retry import PASSING, StorageLost, first_line, passes
 from configs.schema import UserError
 from hosts.cluster import Cluster, PeerLost, detect
 from hosts.machines import GPU_FRACTION
@@ -56,6 +56,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    repair_streams()
     outlive_the_log("stderr")
     ended: BaseException | None = None
     try:
@@ -140,7 +141,24 @@ def start_jax() -> Cluster:
     if cluster.processes > 1 and not jax.distributed.is_initialized():
         join(cluster)
     show_messages(first=cluster.index == 0)
+    require_platform()
     return cluster
+
+
+def require_platform() -> None:
+    """Raise UserError if the devices that JAX_PLATFORMS names are not here."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms in (None, "", "cpu"):
+        return
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a plugin found no driver, and JAX logged why
+        if PASSING.search(str(error)):  # a TPU that another process still holds
+            raise
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX finds no such device here ({first_line(error)}); install its plugin and "
+            "driver (docs/get-started.md), or unset JAX_PLATFORMS"
+        ) from error
 
 
 def google_metadata(key: str) -> str:

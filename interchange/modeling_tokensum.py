@@ -215,7 +215,9 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
             x = (x.float() - self.backout_lambda.float() * middle.float()).type_as(first)
         logits = self.lm_head(rms_norm(x)[:, -logits_to_keep:])  # 0: all
         logits = config.softcap * torch.tanh(logits.float() / config.softcap)
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=config.vocab_size)
+        loss = None  # kwargs has Trainer's num_items_in_batch: the mean is over all tokens of its step
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output.to_tuple() if return_dict is False else output
 

@@ -13,6 +13,7 @@ are saved with the arrays, and compared at each read.
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,7 +49,7 @@ def is_there(path: epath.Path) -> bool:
     if str(path).startswith("gs://"):
         return path.exists()
     try:
-        path.stat()
+        os.stat(path)  # path.stat() fails if the owner or group has no name on this machine (google/etils#790)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

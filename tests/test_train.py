@@ -165,6 +165,18 @@ def test_a_run_writes_what_it_promises(untouched):
     assert json.loads((untouched / "config.json").read_text())["config"]["model"]["width"] == 32
 
 
+def test_a_folder_whose_owner_has_no_name_here_is_read_and_continued(folder, untouched, monkeypatch, capsys):
+    """As with `docker --user`, OpenShift and NFS."""
+    monkeypatch.chdir(folder)
+    killed_after(100, untouched, "nameless")
+    for name in ("pwd.getpwuid", "grp.getgrgid"):
+        monkeypatch.setattr(name, Mock(side_effect=KeyError("uid not found")))
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=nameless") == 0
+    assert_as_untouched(folder / "nameless", untouched)
+    assert run("evaluate", monkeypatch, "--run_dir=nameless") == 0
+    assert run("inspect_run", monkeypatch, "nameless") == 0 and "verified" in capsys.readouterr().out
+
+
 def series_of(run_dir: Path) -> list[list[tuple[int, float]]]:
     """Return what TensorBoard shows."""
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()

@@ -1,5 +1,6 @@
 """Read and verify all checkpoints of a run: python -m tools.inspect RUN."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
         yield from _files(path) if path.is_dir() else [path]
 
 
+def _size(path: epath.Path) -> int:
+    """Return a file's bytes. On a disk, path.stat() fails if the owner has no name here (google/etils#790)."""
+    return path.stat().length if str(path).startswith("gs://") else os.stat(path).st_size
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
@@ -37,7 +43,7 @@ def main() -> int:
     damaged = False
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps:
-        megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
+        megabytes = sum(_size(path) for path in _files(checkpoints.folder / str(step))) / 1e6
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600

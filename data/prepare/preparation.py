@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +29,7 @@ from data.record import read_record
 from data.tokenizer import load_tokenizer
 
 FORMAT = 3  # increase it if the same text gives another dataset: cached ones are then made again
+LOOKED_AT = 100  # documents with which a given tokenizer is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,12 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     if record.exists() and _is_complete(_continued(out, made_from), files):
         return  # without a lock, for a folder that may only be read
     given = load_tokenizer(settings.tokenizer) if settings.tokenizer and not record.exists() else None
-    _ = given and given.bos  # an error here leaves no folder
+    if given:  # an error here leaves no folder
+        _ = given.bos
+        documents = (document for file in files for document in corpus.documents(file) if not document.problem)
+        texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
+        if lost := given.text_lost(texts):
+            raise UserError(f"--tokenizer={settings.tokenizer} loses text, so bits per byte would be wrong: {lost}")
     with _only_one(out):
         facts = _continued(out, made_from)
         if _is_complete(facts, files):

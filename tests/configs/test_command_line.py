@@ -21,6 +21,9 @@ LADDER = sorted(
 )
 
 
+FINE = "from configs.schema import Config\ndef get_config(): return Config(name='x')\n"
+
+
 @dataclass(frozen=True)
 class Extra:
     """Options of one command only."""
@@ -156,6 +159,10 @@ def test_a_missing_config_file_is_refused_with_the_existing_ones_or_the_place_to
         ("c.py", "def get_config(:", "SyntaxError"),
         ("c.py", "import nonexistent_module", "ModuleNotFoundError.*nonexistent_module"),
         ("c.py", "from configs.schema import Config\ndef get_config(): return Config()", "TypeError.*name"),
+        ("c.py", "raise SystemExit(0)", "SystemExit"),
+        ("c.py", FINE + "def derive(config, given): return 1 / 0", "ZeroDivisionError"),
+        ("c.py", FINE + "def derive(config, given): raise SystemExit(0)", "SystemExit"),
+        ("c.py", FINE + "def derive(config, given): pass", r"must define derive\(\)"),
         ("c.yaml", "steps: 3", r"ends in \.py"),
     ],
 )
@@ -173,6 +180,9 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
         parse("What it does.", Extra, words)
     assert exit_info.value.code == 0
     output = words_of(capsys)
+    with pytest.raises(SystemExit):
+        parse(None, Extra, words)  # with `python -OO` there are no docstrings
+    assert "None" not in words_of(capsys).split("--config FILE")[0]
     shown = {name for name in hints(Config) if f"--{name} " in output or f"--{name}, " in output}
     assert shown == {name for name, kind in hints(Config).items() if Role.FILE not in getattr(kind, "__metadata__", ())}
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):

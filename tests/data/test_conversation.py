@@ -145,6 +145,8 @@ def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_pat
             open_text(DataConfig(str(chat), packing=packing), 290, LENGTH, 1, tmp_path)
     with pytest.raises(UserError, match=r"gives 0 rows of 4 tokens .*; documents of more than 4 tokens are left out"):
         opened(chat, tmp_path, 4, too_long="drop")
+    with pytest.raises(UserError, match=rf"{chat}: in its \d+ rows of 4 tokens no token of an assistant is left"):
+        opened(chat, tmp_path, 4, too_long="cut")
 
 
 def test_a_mixture_with_text_has_the_weights_of_each(chat, tmp_path):

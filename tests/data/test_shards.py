@@ -5,6 +5,8 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +133,20 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
         _ = opened(shard)[:]
+
+
+def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monkeypatch):
+    """A cache of two open files makes nearly every read open one and close another's."""
+    monkeypatch.setattr(module, "_opened", lru_cache(2)(module._opened.__wrapped__))
+    shards = []
+    for i in range(8):
+        write_shard(tmp_path / f"{i}.bin", np.full(2000, i), 300)
+        write_blocks(tmp_path / f"{i}.bin")
+        shards.append(opened(tmp_path / f"{i}.bin"))
+    numbers = np.random.default_rng(0).integers(0, len(shards), 3_000).tolist()
+    read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
+    with ThreadPoolExecutor(20) as threads:
+        assert all(threads.map(read, numbers))
 
 
 def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
 
 from configs.schema import UserError
 from data.prepare.corpus import Document
 from data.prepare.preparation import Preparation, prepare
+from data.tokenizer import TextTokenizer
 from evaluation.evaluator import ratio
 from evaluation.results import ItemLog
-from evaluation.texts import Source, compared, digest, figures, in_words, measure_documents, read_sources
+from evaluation.texts import Source, compared, digest, figures, in_words, measure_documents, measure_text, read_sources
 from model.gpt import GPT
 from model.loss import softcap
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
@@ -135,3 +138,12 @@ def test_missing_text_is_refused(tmp_path):
     for source, message in (tmp_path / "no", "no: nothing found there; give `std"), (tmp_path, "no document with text"):
         with pytest.raises(UserError, match=message):
             read_sources(str(source), 10, "text", tmp_path, tmp_path)
+
+
+def test_a_tokenizer_that_loses_the_text_is_not_measured(tmp_path):
+    library = Tokenizer.from_str(tokenizer().json)
+    library.normalizer = Lowercase()
+    lossy = replace(network(1, LENGTH), tokenizer=TextTokenizer(library.to_str()))
+    source = Source("a", 1.0, [Document("one", "same"), Document("two", "NOT the same")], 0)
+    with pytest.raises(UserError, match=r"tokenizer of runs/x loses text.* two of a decode"):
+        measure_text(lossy, "runs/x", [source], tmp_path)

@@ -117,3 +117,9 @@ def test_gpus_that_do_not_divide_among_tasks_are_a_user_error():
     tasks = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     with pytest.raises(UserError, match="8 GPUs do not divide among the 3 tasks"):
         detect(SLURM | tasks, gpus=8)
+
+
+@pytest.mark.parametrize("listed", ["4(x2", "2(x", "2,", "", "x", "(x2)", "2(x2)junk", "2, 2", "2"])
+def test_a_damaged_list_of_tasks_is_a_user_error(listed):
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE="):
+        detect(SLURM | {"SLURM_STEP_TASKS_PER_NODE": listed}, gpus=8)

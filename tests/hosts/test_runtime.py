@@ -19,7 +19,7 @@ from configs.files import append_whole, write_whole
 from configs.retry import StorageLost
 from configs.schema import UserError
 from hosts.cluster import PeerLost
-from hosts.runtime import NoCheckpoint, google_metadata, report_unless_loop_is_closed, run_command
+from hosts.runtime import NoCheckpoint, google_metadata, report_unless_loop_is_closed, require_platform, run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +98,45 @@ def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, co
     with open("/dev/full" if log == "full" else pipe, "w") as file:
         command = [sys.executable, "-c", LOG, act]
         assert subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("encoding", "closed", "out", "err"),
+    [
+        ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n"),
+        ("latin-1", "2>&-", "é \\u65e5\n", ""),
+        ("utf-8", ">&- 2>&- <&-", "", ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "start"), [("hosts.runtime", "run_command"), ("configs.command_line", "exit_code_of")]
+)
+def test_a_text_that_the_output_cannot_show_changes_no_exit_code(encoding, closed, out, err, module, start):
+    program = (
+        f"import sys\nfrom {module} import {start}\ndef main():\n    print('é 日')\n"
+        f"    print('é 日', file=sys.stderr)\n    return 0\nsys.exit({start}(main, *sys.argv[1:]))"
+    )
+    message = ["interrupted"] * (start == "exit_code_of")
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", program, *message]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    texts = ended.stdout.decode(encoding), ended.stderr.decode(encoding)
+    assert (ended.returncode, *texts) == (0, out, err)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (AssertionError(), UserError, "JAX_PLATFORMS=cuda: JAX finds no such device"),
+        (RuntimeError("Unable to initialize backend 'cuda': NOT_FOUND"), UserError, "NOT_FOUND"),
+        (RuntimeError("Unable to initialize backend 'tpu': ABORTED: in use"), RuntimeError, "ABORTED"),
+    ],
+)
+def test_devices_that_are_not_here_are_a_mistake(error, raised, says, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("jax.devices", Mock(side_effect=error))
+    with pytest.raises(raised, match=says):
+        require_platform()
 
 
 def test_other_errors_keep_their_traceback():

@@ -164,6 +164,43 @@ def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
     assert not by_name
 
 
+@pytest.mark.parametrize("name", ["plain", "all features"])
+def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(name, tmp_path, everything):
+    """Rows have 3 to 39 targets each, so a mean of micro-batches' means differs. One step of SGD shows the gradient."""
+    pytest.importorskip("accelerate")
+    folder = everything[2] if name == "all features" else written(tmp_path / "out", SIZES["plain"])[2]
+    rows = torch.tensor(np.random.default_rng(1).integers(0, 300, (8, 40)))
+    labels = torch.where(torch.arange(40) < torch.linspace(4, 40, 8).long()[:, None], rows, -100)
+    examples = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels)]
+
+    def step(width: int) -> tuple[float, torch.Tensor]:
+        network = loaded(folder)
+        before = torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "trainer"),
+            max_steps=1,
+            per_device_train_batch_size=width,
+            gradient_accumulation_steps=8 // width,
+            optim="sgd",
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            max_grad_norm=0,  # no clip, which would hide a factor
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        loss = transformers.Trainer(model=network, args=arguments, train_dataset=examples).train().training_loss
+        return loss, before - torch.nn.utils.parameters_to_vector(network.parameters()).detach()
+
+    loss, gradient = step(8)
+    for width in 1, 2, 4:
+        other_loss, other = step(width)
+        assert other_loss == pytest.approx(loss, rel=1e-5), width
+        assert torch.linalg.vector_norm(other - gradient) < 1e-4 * torch.linalg.vector_norm(gradient), width
+
+
 def test_a_network_saved_by_transformers_is_read_back_exactly(pair, tmp_path):
     config, params, folder = pair
     loaded(folder).save_pretrained(tmp_path, max_shard_size="40kB")

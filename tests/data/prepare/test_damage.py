@@ -282,7 +282,14 @@ def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
 def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0}, "a"))
     words.save(str(tmp_path / "words.json"))
-    for name, message in (("none.json", "no readable tokenizer"), ("words.json", "no token that starts a document")):
+    words.add_special_tokens(["<s>"])
+    words.save(str(tmp_path / "lossy.json"))
+    refused = {
+        "none.json": "no readable tokenizer",
+        "words.json": "no token that starts a document",
+        "lossy.json": "loses text",
+    }
+    for name, message in refused.items():
         with pytest.raises(UserError, match=message):
             prepare(replace(preparation(prepared), tokenizer=str(tmp_path / name)), tmp_path / "out")
         assert not (tmp_path / "out").exists()
