@@ -31,7 +31,7 @@ from data.prepare.shard_layout import layouts_of
 from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer
 from tests.data.preparations import DeadlyCorpus, digests, facts_of, prepare_under_fire, tokens_of
-from tests.tools.launch.real_slurm import real
+from tests.launch.real_slurm import real
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]

@@ -55,7 +55,6 @@ def real(monkeypatch):
     extra = f"PluginDir={os.environ['SLURM_PLUGINS']}" if "SLURM_PLUGINS" in os.environ else ""
     (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    monkeypatch.setenv("LAUNCH_PAUSE", "1")
     daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"node{i}"] for i in range(3))]
     started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
     deadline, over = time.time() + 60, threading.Event()
