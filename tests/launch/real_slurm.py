@@ -1,10 +1,8 @@
 """Run SLURM for a test: a controller, and three nodes on this machine."""
 
-import os
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 
 from tests.ports import free_ports
 
-# With CompleteWait no job starts while a node still ends the previous one. So a job gets the same nodes again.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -34,8 +31,6 @@ MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=2
-CompleteWait=60
-{extra}
 NodeName=node0 NodeHostname=localhost NodeAddr=localhost Port={ports[1]} CPUs=2
 NodeName=node1 NodeHostname=localhost NodeAddr=localhost Port={ports[2]} CPUs=2
 NodeName=node2 NodeHostname=localhost NodeAddr=localhost Port={ports[3]} CPUs=2
@@ -48,34 +43,23 @@ def real(monkeypatch):
     """Start a controller and three nodes on this machine."""
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
         pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
-    temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path, since it contains Unix sockets
-    folder, ports = Path(temporary.name), free_ports(4)
-    for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
-        (folder / name).mkdir(parents=True)
-    extra = f"PluginDir={os.environ['SLURM_PLUGINS']}" if "SLURM_PLUGINS" in os.environ else ""
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"node{i}"] for i in range(3))]
-    started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
-    deadline, over = time.time() + 60, threading.Event()
-    try:
-        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
-            assert time.time() < deadline, "\n".join(
-                f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log"))
-            )
-            time.sleep(0.5)
-
-        def hurry() -> None:  # SLURM delays a requeued job by two minutes
-            while not over.wait(1):
-                subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], capture_output=True, check=False)
-
-        threading.Thread(target=hurry).start()
-        yield
-        subprocess.run(["scancel", "--me"], check=False)
-    finally:
-        over.set()
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
-        temporary.cleanup()
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name:  # a short path, since it contains Unix sockets
+        folder = Path(name)
+        for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
+            (folder / name).mkdir()
+        (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=free_ports(4), folder=folder))
+        monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"node{i}"] for i in range(3))]
+        started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
+        deadline = time.time() + 60
+        try:
+            while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
+                assert time.time() < deadline, [log.read_text()[-2000:] for log in sorted(folder.glob("*.log"))]
+                time.sleep(0.5)
+            yield
+            subprocess.run(["scancel", "--me"], check=False)
+        finally:
+            for process in started:
+                process.terminate()
+            for process in started:
+                process.wait()

@@ -25,6 +25,8 @@ def test_it_trains_on_every_node_goes_back_into_the_queue_when_preempted_and_end
         slurm("sbatch", "--nodes=2", "launch/train.sbatch", "--config=tiny.py", "--run_dir=/shared/x")
         wait_for(lambda: counts() == [2, 2], 300)
         slurm("scancel", "--signal=TERM", "1")  # as SLURM does before the time limit
+        wait_for(lambda: slurm("squeue", "--noheader", "--format=%t") == "PD", 300)
+        slurm("scontrol", "update", "JobId=1", "StartTime=now")  # SLURM delays a requeued job by two minutes
         wait_for(lambda: counts() == [4, 4], 300)
         slurm("scontrol", "update", "JobId=1", "Requeue=0")
         slurm("scancel", "--signal=TERM", "1")
