@@ -40,8 +40,9 @@ def test_every_exit_code_of_train_py_is_answered():
     assert {int(code) for code in Exit} == {*OVER, 42, 143}
 
 
-def test_starts_without_a_newer_checkpoint_are_bounded(repository):
-    assert ended(repository, "42", MAX_STARTS="3") == (1, 3)
+@pytest.mark.parametrize("code", ["42", "143", "137"])
+def test_starts_without_a_newer_checkpoint_are_bounded(repository, code):
+    assert ended(repository, f"{code} {code} {code} 0", MAX_STARTS="3") == (1, 3)
 
 
 def test_a_start_with_a_newer_checkpoint_is_not_counted(repository):

@@ -157,7 +157,7 @@ def test_a_host_sets_itself_up_trains_again_after_a_reboot_and_deletes_the_slice
     assert cloud.starts() == [f"the s3cret {' '.join(TRAIN)}"] * 4
     assert (cloud.store / "made").read_text() == "-C code setup EXTRA=tpu,gcs PYTHON=python3.12\n"
     written = [path for path in cloud.store.parent.rglob("*") if path.is_file() and "tools" not in path.parts]
-    assert [path.name for path in written if b"the s3cret" in path.read_bytes()] == ["starts.0"]
+    assert [path.name for path in written if b"s3cret" in path.read_bytes()] == ["starts.0"]
     before = len(cloud.deletions())
     host = cloud.host()  # rebooted before it was deleted: it asks again, and trains no more
     wait_for(lambda: len(cloud.deletions()) > before)
