@@ -53,15 +53,15 @@ docs:
 house: setup
 	$(BIN)/python -m tests.house
 
-# The image's own Python chooses the wheels.
+# The image's own Python chooses the wheels. Its code is what is committed: no .env, no run.
 image: FOR := $(or $(EXTRA),cuda)
 image: FOR_PLATFORM := $(if $(PLATFORM),--platform=$(PLATFORM))
 image:
 	mkdir -p build/wheels
 	docker run $(FOR_PLATFORM) --rm --volume="$(CURDIR)/build/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
 		python:3.12-slim pip download --dest=/wheels "/tokensum[$(FOR)]" setuptools
-	docker build $(FOR_PLATFORM) --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
-		--tag=tokensum --file=tools/launch/Dockerfile .
+	git archive HEAD | docker build $(FOR_PLATFORM) --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
+		--tag=tokensum --file=launch/Dockerfile -
 
 setup: $(STAMP)
 

@@ -2,7 +2,7 @@
 
 `batch.ramp` names thresholds in tokens and sizes of a step. A stage begins with the first step after the run has seen
 its threshold of tokens. So stages change between steps, and everything here is a function of a step's number. A
-constant batch is a ramp of one stage. Nothing here needs JAX: reports and launchers read ramps, too.
+constant batch is a ramp of one stage. Nothing here needs JAX: reports read ramps, too.
 """
 
 import math

@@ -358,8 +358,8 @@ class LogConfig:
     """A command for the shell, started on the first process at a jump of the loss, a rollback, overfitting, a failure
     and the end. TOKENSUM_EVENT (`spike`, `rollback`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
     TOKENSUM_RUN and TOKENSUM_RUN_DIR describe the event. It runs in the background; its failure does not stop training.
-    `python -m tools.launch tpu run` starts it too (docs/pods.md). config.json records the command unchanged, so take
-    secrets from the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
+    config.json records the command unchanged, so take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE"
+    "$HOOK"`)."""
     wandb: str = ""
     """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which also gets the numbers. The key comes
     from WANDB_API_KEY or `wandb login`. Empty: nothing is sent."""

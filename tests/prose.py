@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.launch.code import listed
+from tools.reference import repository_files
 
 UNCHECKED = re.compile(
     r"CHANGELOG\.md|.*LICENSE|tests/.*(prose\.py|words\.txt)|bench/plan_grid\.|.*\.(png|svg|jsonl?|gz)$"
@@ -46,8 +46,7 @@ def problems(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    files = sorted(filter(Path.is_file, listed(Path(), "--cached", "--others", "--exclude-standard")))
-    paths = [path for path in map(str, files) if not UNCHECKED.match(path)]
+    paths = [path for path in map(str, repository_files()) if not UNCHECKED.match(path)]
     found = [
         f"{path}:{line}: {what}" for path in paths for line, what in sorted(problems(path, Path(path).read_text()))
     ]

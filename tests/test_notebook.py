@@ -1,12 +1,11 @@
 """Test that notebooks/quickstart.ipynb runs from top to bottom, stops at a failure, and is stored without outputs."""
 
 import glob
-import io
 import json
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,8 +18,7 @@ from nbformat.v4 import new_code_cell
 
 from configs.command_line import parse
 from tests.house import ROOT
-from tools.launch.code import pack
-from tools.reference import pages
+from tools.reference import pages, repository_files
 
 TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()
 NOTEBOOK = nbformat.reads(TEXT, as_version=4)
@@ -34,8 +32,10 @@ TINY = """
 @pytest.fixture
 def copy(tmp_path, monkeypatch) -> Path:
     """Return a copy of the checkout, set up with this Python. Nothing can be installed."""
-    with tarfile.open(fileobj=io.BytesIO(pack(ROOT).archive)) as archive:
-        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(ROOT)
+    for path in repository_files():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / path)
     (tmp_path / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (tmp_path / ".venv" / name).symlink_to(Path(sys.prefix) / name)

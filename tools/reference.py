@@ -7,6 +7,7 @@ command, made of the dataclasses and docstrings that `--help` prints.
 import inspect
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
@@ -19,7 +20,6 @@ import tyro
 from docstring_parser import parse_from_object
 
 from configs.schema import Config, Role, hints
-from tools.launch.code import listed
 
 INTRO = """
 A config file gives the options of a run, and the command line changes them: `--model.depth=20`. The defaults here are
@@ -28,7 +28,7 @@ another value, except for options marked *may change on resume*, or with `--acce
 """
 COMMANDS = (
     *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__", "data.prepare.chats"),
-    *("tools.plan.__main__", "tools.tune.__main__", "tools.launch.__main__", "tools.report.__main__"),
+    *("tools.plan.__main__", "tools.tune.__main__", "tools.report.__main__"),
     *("tools.dataset.__main__", "tools.goodput", "tools.inspect", "tools.doctor"),
 )
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}
@@ -97,18 +97,21 @@ def pages() -> dict[str, str]:
             commands += ["`--config` · required\n:   A config file. [Every option of a run](options.md) follows it."]
         if hasattr(module, "Arguments"):
             commands += entries(module.Arguments, 3)
-        for scheduler, launcher in getattr(module, "SCHEDULERS", {}).items():
-            commands += [f"### {command} {scheduler}", linked(launcher.__doc__)]
-            commands += [f"`{name}`\n:   {linked(run.__doc__)}" for name, (run, _) in launcher.COMMANDS.items()]
-            commands += entries(next(options for _, options in launcher.COMMANDS.values()), 4)
     options = ["# Options of a run", linked(INTRO), *entries(Config, 2)]
     return {"options.md": "\n\n".join(options) + "\n", "commands.md": "\n\n".join(commands) + "\n"}
+
+
+def repository_files() -> list[Path]:
+    """Return the files that git knows or would add."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [Path(name) for name in sorted({*names}) if Path(name).is_file()]
 
 
 def main() -> None:
     out = Path("build/docs")
     shutil.rmtree(out, ignore_errors=True)
-    for path in filter(Path.is_file, listed(Path(), "--cached", "--others", "--exclude-standard")):
+    for path in repository_files():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out / path)
     (out / "docs/reference").mkdir()

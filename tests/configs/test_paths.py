@@ -9,8 +9,6 @@ from typing import Annotated, get_args, get_origin
 import pytest
 
 from configs.schema import Config, Role, UserError, hints, roles
-from tools.launch.__main__ import SCHEDULERS
-from tools.launch.__main__ import main as launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/small.py"
@@ -45,16 +43,14 @@ TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 OTHERS = """
     license val_source text_extensions separator name prompt source tokenizer text_column tasks
     topology stages budget sbatch path system host options reference parts only configs splits recipes
-    window_pattern ramp prompts on_event wandb steps hardware env secret image namespace service_account claim
-    data_claim queue node_selector setup time project zones reservation network subnetwork
+    window_pattern ramp prompts on_event wandb steps
 """
 
 
 def sections() -> list[tuple[str, type]]:
     """Return every command with the class of its options."""
-    of_launch = [(f"launch {name}", kind) for name, room in SCHEDULERS.items() for _, kind in room.COMMANDS.values()]
     modules = [(name, command_module(name)) for name in COMMANDS if name != "tools.doctor"]
-    return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
+    return [("config", Config), *((name, module.Arguments) for name, module in modules)]
 
 
 def text_options(kind: type) -> list[str]:
@@ -98,13 +94,4 @@ def test_an_unsuitable_url_is_refused_by_name(command, words, option, tmp_path, 
     monkeypatch.setattr("sys.argv", [command, *words])
     with pytest.raises(UserError, match=f"^{re.escape(option)} cannot work: give a path on this machine"):
         command_module(command).main()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_url_is_refused_by_launch_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--folder=gs://b/x cannot work"):
-        launch(["slurm", "up", "--folder=gs://b/x", "--hardware=cpu:1", "--", CONFIG])
-    with pytest.raises(UserError, match="--run_dir=gs://b/x cannot work"):
-        launch(["k8s", "up", "--hardware=cpu:1", "--", CONFIG, "--run_dir=gs://b/x"])
     assert not list(tmp_path.iterdir())

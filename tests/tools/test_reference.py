@@ -41,7 +41,7 @@ def test_every_command_is_there():
     assert commands == {f"{name.replace('.', '/')}.py" for name in COMMANDS}
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"tools.launch.__main__", "tools.doctor"}))
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"tools.doctor"}))
 def test_every_option_that_help_prints_is_there(name, reference, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     module = import_module(name)

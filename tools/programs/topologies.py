@@ -120,7 +120,7 @@ runtime_version {{ major: 13 }}
 def devices_of(topology: str) -> Any:
     """Return the devices of a topology, which need not be there, or the devices here if it is empty. Raise UserError
     for a topology that does not exist."""
-    import jax  # here: `python -m tools.launch` reads topologies on machines without JAX
+    import jax  # here: topologies are read on machines without JAX, too
     from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
 
