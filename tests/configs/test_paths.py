@@ -42,7 +42,7 @@ TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 # Options of text that are no paths, or paths that fsspec opens.
 OTHERS = """
     license val_source text_extensions separator name prompt source tokenizer text_column tasks
-    topology stages budget sbatch path system host options reference parts only configs splits recipes
+    topology path system host options reference parts only configs splits recipes
     window_pattern ramp prompts on_event wandb steps
 """
 
