@@ -35,7 +35,7 @@ from configs.schema import FilePath, NotNegative, Positive, UserError
 from evaluation.evaluator import ratio
 from evaluation.results import write_json
 from model.gpt import flops_per_token
-from tools.report.runs import Run, read_run
+from tools.report import Run, read_run
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ import data.prepare.__main__
 import evaluate
 import export
 import sample
-import tools.dataset.__main__
+import tools.dataset
 import tools.inspect as inspect_run
-import tools.report.__main__ as report
 import train
 from configs.command_line import Exit
 from configs.ramp import Ramp
@@ -45,6 +44,7 @@ from run.saver import Saver
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.hosts.processes import environment_of
+from tools import report
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -64,7 +64,7 @@ def get_config():
 """
 COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.__main__.main, "inspect": tools.dataset.__main__.main, "report": report.main},
+    **{"prepare": data.prepare.__main__.main, "inspect": tools.dataset.main, "report": report.main},
     "inspect_run": inspect_run.main,
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
@@ -436,7 +436,7 @@ def test_from_shards_of_text_to_samples(folder, tmp_path, monkeypatch, capfd):
     output = capfd.readouterr().out
     assert "800" not in output and "step 7: 16 rows of 32 tokens" in output and "of the table has" in output
     assert run("inspect", monkeypatch, f"{tmp_path}/run") == 0
-    assert "best_fit  " in capfd.readouterr().out and (tmp_path / "run" / "dataset.html").exists()
+    assert "best_fit  " in capfd.readouterr().out
 
 
 # Failures of a run.
