@@ -1,11 +1,10 @@
 """Check the words of every text: python -m tests.prose. Print each place and a plainer word; exit code 1 if any."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from tools.launch.code import listed
 
 UNCHECKED = re.compile(
     r"CHANGELOG\.md|.*LICENSE|tests/.*(prose\.py|words\.txt)|bench/plan_grid\.|.*\.(png|svg|jsonl?|gz)$"
@@ -46,7 +45,9 @@ def problems(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    files = sorted(filter(Path.is_file, listed(Path(), "--cached", "--others", "--exclude-standard")))
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = sorted(path for path in map(Path, names) if path.is_file())
     paths = [path for path in map(str, files) if not UNCHECKED.match(path)]
     found = [
         f"{path}:{line}: {what}" for path in paths for line, what in sorted(problems(path, Path(path).read_text()))
