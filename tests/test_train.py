@@ -67,7 +67,7 @@ COMMANDS = {
     **{"prepare": data.prepare.__main__.main, "inspect": tools.dataset.main, "report": report.main},
     "inspect_run": inspect_run.main,
 }
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes", "hosts"}
 PREEMPTED = 143  # the exit code after SIGTERM
 
 
@@ -157,8 +157,8 @@ def test_a_run_writes_what_it_promises(untouched):
     assert [line["step"] for line in lines if "val_bpb" in line] == [0, 40, 80, 120]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
     names = {"steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb", "val_bpb_stderr"}
-    assert summary(untouched).keys() == names | {"skipped_steps", "params_sha256", "goodput"}
-    assert summary(untouched)["tokens"] == 120 * 512 and summary(untouched)["goodput"]["restore"] == 0
+    assert summary(untouched).keys() == names | {"skipped_steps", "params_sha256", "seconds_by_activity"}
+    assert summary(untouched)["tokens"] == 120 * 512 and summary(untouched)["seconds_by_activity"]["restore"] == 0
     assert (untouched / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(int(path.name) for path in (untouched / "checkpoints").iterdir()) == [100, 120]
     assert (untouched / "tokenizer" / "tokenizer.json").is_file()

@@ -17,11 +17,11 @@ from hosts.stop import Stop
 from run import hooks
 from run.checkpoint import Checkpoints
 from run.folder import RunLock, accept, open_run, require_checkpoints
-from run.goodput import Times
 from run.progress import Progress, Start
 from run.record import Record as RunRecord
 from run.session import open_checkpoints, resume
 from run.stages import Program, batches_from, compile_stages
+from run.times import Times
 from tools.tune.tune_json import Record
 from train import take_steps
 from training.build import Build, build
@@ -129,8 +129,8 @@ class Context:
             batches = batches_from(begins, [built], text)
             progress = Progress(config, begins, batches)
             start = lambda begins: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
-            watch, idle = hooks.Watch(config, times), hooks.Idle(times)
-            log = hooks.Log(built, watch, lambda position: {}, None)
+            watch, idle = hooks.Watch(config, times), hooks.Idle()
+            log = hooks.Log(built, watch, lambda position: {})
             save = hooks.Save(config, checkpoints, text.fingerprint, watch)
             hook_list = [watch, idle, log, hooks.Judge(config, log, save, text.seen), save]
             run, gave_up = take_steps(start, programs, idle, hook_list, Until(self.stop, until), again)
