@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ACTIVITIES = ("start", "compile", "restore", "steps", "evaluation", "saves")
+ACTIVITIES: tuple[str, ...] = ("start", "compile", "restore", "steps", "evaluation", "saves")
 
 
 class Times:
