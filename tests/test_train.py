@@ -41,6 +41,7 @@ from hosts.runtime import run_command
 from run.checkpoint import Checkpoints
 from run.record import Events, batch_of, read_metrics
 from run.saver import Saver
+from run.times import ACTIVITIES
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.hosts.processes import environment_of
@@ -573,7 +574,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     listed = lambda: {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
     assert run("inspect_run", monkeypatch, "half") == 0
     lines = listed()
-    assert lines.keys() == {"step", "100", "120"}
+    assert lines.keys() == {"step", "100", "120", *ACTIVITIES}
     assert "verified" in lines["120"] and f"{summary(untouched)['val_bpb']:.4f}" in lines["120"]
     assert lines["100"].split()[2] == "-"  # not evaluated
     damage(folder / "half" / "checkpoints" / "120")

@@ -223,7 +223,7 @@ def layout(plot: Plot) -> dict[str, Any]:
 def as_text(value: Any) -> str:
     """Return a value as JSON; text stays unquoted, and numbers have five digits."""
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
