@@ -1,7 +1,7 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
 # make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
-# make check                                                   lint, format, types, words, and which room imports which
+# make check                                                   lint, format, types, imports, words, and the house's size
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
 # make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone; the driver chooses CUDA unless it is named
@@ -44,6 +44,7 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.prose
+	$(BIN)/python -m tests.house
 
 docs:
 	$(MAKE) setup EXTRA=docs

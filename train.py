@@ -18,12 +18,12 @@ from hosts.stop import Stop, limited
 from run import hooks, session
 from run.fitting import Fitting, explain_out_of_memory
 from run.folder import RunLock
-from run.goodput import Times
 from run.hooks.judge import roll_back
 from run.notify import tell_of_failure
 from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
 from run.record import Record
 from run.stages import Program, batches_from, compile_stages, step_after
+from run.times import Times
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     config, evaluator = built.config, evaluator.on(built)
 
     # The hooks around a step, in this order.
-    watch, idle = hooks.Watch(config, times), hooks.Idle(times)
-    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]), record)
+    watch, idle = hooks.Watch(config, times), hooks.Idle()
+    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]))
     save = hooks.Save(config, checkpoints, text.fingerprint, watch)
     judge = hooks.Judge(config, log, save, text.seen)
     evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
@@ -138,7 +138,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     def go_back(run: Progress, reason: Exception) -> Start | None:
         """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
         if isinstance(reason, Jumped):
-            return roll_back(save, times, run, reason)
+            return roll_back(save, run, reason)
         builds[:] = fitting.halved(builds, run, reason)
         programs.clear()
         save.newest()  # once it is whole: it may be needed
@@ -148,7 +148,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         run, gave_up = take_steps(start, programs, idle, hook_list, stop, go_back)
     if gave_up:
         gave_up += f"; {save.described()}"
-    with times.during("saving"), limited(config.hang, "the end of saving"):
+    with times.during("saves"), limited(config.hang, "the end of saving"):
         checkpoints.close()
     code = session.finish(run, gave_up, stop, times)
     session.copy_record(config, record)

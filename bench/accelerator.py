@@ -75,11 +75,6 @@ def last_json(output: str) -> dict[str, Any]:
     return json.loads(output.strip().splitlines()[-1])
 
 
-def profiled(output: str) -> dict[str, Any]:
-    """Return the JSON line, and the table before it."""
-    return last_json(output) | {"profile": "\n".join(output.strip().splitlines()[:-1])}
-
-
 def parts_of(arguments: Arguments) -> list[Part]:
     """Return all parts, the most useful first."""
     out, plain, full, options = Path(arguments.out), arguments.plain, arguments.full, shlex.split(arguments.options)
@@ -87,11 +82,11 @@ def parts_of(arguments: Arguments) -> list[Part]:
 
     def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
         command = [sys.executable, "-m", "bench.throughput", f"--config={config}", f"--depth={depth}", f"--rows={rows}"]
-        return Part(name, [*command, *words, *options], 120, profiled)
+        return Part(name, [*command, *words, *options], 120, last_json)
 
     def both(depth: int, rows: int) -> list[Part]:
         networks = (("plain", plain), ("full", full))
-        return [throughput(f"{n} d{depth}", c, step, "--profile", depth=depth, rows=rows) for n, c in networks]
+        return [throughput(f"{n} d{depth}", c, step, depth=depth, rows=rows) for n, c in networks]
 
     run_dir = out / "run"
     train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
@@ -121,8 +116,9 @@ def of_run(run_dir: Path) -> dict[str, Any]:
     rates = [line["tokens_per_second"] for line in read_metrics(run_dir) if "tokens_per_second" in line][1:]
     summary = json.loads((run_dir / "summary.json").read_text())
     saves = sum(event["event"] == "saved" for event in Events(run_dir).read())
-    result = {"tokens_per_second": statistics.median(rates), "seconds_of_a_save": summary["goodput"]["saving"] / saves}
-    return result | {"goodput": summary["goodput"], "loss": summary["loss"]}
+    seconds = summary["seconds_by_activity"]
+    result = {"tokens_per_second": statistics.median(rates), "seconds_of_a_save": seconds["saves"] / saves}
+    return result | {"seconds_by_activity": seconds, "loss": summary["loss"]}
 
 
 def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tokens a second of the training step on random tokens, as one JSON line: the source of the quoted speeds.
 
-python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
+python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4
 
 --program measures another program. Parameters are freshly initialized, and nothing is read or saved.
 """
@@ -22,7 +22,7 @@ from evaluation.evaluator import make_generate
 from hosts.machines import HEADROOM, device_limit, peak_flops
 from hosts.runtime import run_command
 from model.gpt import flops_per_token, parameter_counts
-from tools.programs.compiled import peak_memory_bytes, top_operations
+from run.fitting import program_bytes
 from training.build import Build, build
 from training.candidate import candidate_of
 from training.memory import with_rows
@@ -71,8 +71,6 @@ class Arguments(Sizes):
     """The training step; the step that measures itself; an evaluation of the step's batch; or sampling (16 prompts)."""
     timed_steps: Positive[int] = 9
     """Timed calls, after 3 to warm up. The median is reported."""
-    profile: bool = False
-    """Print a table of the slowest instructions before the line, from calls that are not timed."""
 
 
 def random_batch(built: Build) -> Batch:
@@ -100,6 +98,12 @@ def program_of(built: Build, name: str) -> tuple[Any, tuple, int]:
     return step, (state, batch), built.config.batch.tokens_per_step
 
 
+def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the peak bytes on the first device, as it reports them or else by the program's own analysis."""
+    measured = jax.local_devices()[0].memory_stats() or {}
+    return measured.get("peak_bytes_in_use") or program_bytes(compiled)
+
+
 def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
     """Compile the program, without the cache of compiled programs (unless JAX_COMPILATION_CACHE_DIR names one), and
     time it. The first step's seconds include tracing, compiling or loading, and running it."""
@@ -122,10 +126,6 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    if arguments.profile:
-        if device.platform == "gpu":  # kernels of a CUDA graph do not name their instructions
-            compiled = jitted.lower(*arrays).compile({"xla_gpu_enable_command_buffer": ""})
-        print(top_operations(compiled, run, steps=3))
     step_seconds = statistics.median(seconds[WARMUP_STEPS:])
     tokens_per_second = tokens / step_seconds
     flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)

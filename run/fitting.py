@@ -28,10 +28,10 @@ from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory, machines, name_of
 from hosts.runtime import highest, on_first_process
-from run.goodput import Times
 from run.progress import Progress
 from run.record import Events
 from run.stages import Program, compile_stages, describe
+from run.times import Times
 from training.build import Build, build_stages
 from training.candidate import CHUNKS, REMAT, Candidate, candidate_of, topology_of
 from training.memory import device_bytes, evaluation_memory, memory, most, most_rows, scale_of

@@ -6,10 +6,10 @@ from the copy, and any machine can read it: a run in a bucket needs no other dis
 
 `begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
 `start`: the step, the tokens of the data before it, tokens per step or the ramp, the code's hash, versions, devices and
-mesh. `running`: the step, each minute. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of
-the data at which it continues. `out_of_memory`: the step before, and the rows that the run continues with. `stop`: the
-last step and the exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use
-of time: `start`, `running` and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
+mesh. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of the data at which it continues.
+`out_of_memory`: the step before, and the rows that the run continues with. `stop`: the last step, the exit code, and
+the process's seconds by activity (run/times.py). Events identify a run whose checkpoints are gone, and the batch that
+each step saw.
 """
 
 import json
@@ -233,13 +233,6 @@ class Record:
         for name in self.copied.keys() - present.keys():
             (target / name).unlink(missing_ok=True)
         self.copied = present
-
-    def copy_events(self) -> None:
-        """Copy only events.jsonl: it shows that this machine was alive until now. If that fails, the next copy repeats
-        it, and a save reports why."""
-        if self.elsewhere:
-            with suppress(Exception):
-                copy(epath.Path(self.run_dir / "events.jsonl"), place(self.elsewhere) / "events.jsonl")
 
     def fetch(self) -> None:
         """Replace the record in `run_dir` by the copy."""

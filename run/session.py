@@ -35,11 +35,11 @@ from interchange.init_from import require_same_network, require_same_vocabulary,
 from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
-from run.goodput import Times, goodput, summed_up
 from run.notify import tell
 from run.progress import Progress, Start
 from run.record import Events, Record, of_average, read_metrics, rollbacks_to, scores, starts_in_vain
 from run.saver import Saver
+from run.times import Times, seconds_by_activity
 from training.build import Build, build_stages
 from training.mesh import make_mesh, sizes_of
 from training.state import average_begins, params_sha256
@@ -190,7 +190,7 @@ def record_start(built: Build, text: Text, changes: list[str], start: Start, tim
     """Record that the run continues from `start`, the changed options, and its tokenizer."""
     config = built.config
     with times.during("start"):
-        facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+        facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
         on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
@@ -230,16 +230,17 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, as reported
-        Events(run_dir).add("stop", run.step, code=code, **times.note())
-    spent = goodput(Events(run_dir).read())
+        Events(run_dir).add("stop", run.step, code=code, seconds=times.so_far())
+    seconds_of = seconds_by_activity(Events(run_dir).read())
+    spent = "seconds: " + ", ".join(f"{activity} {seconds:,.1f}" for activity, seconds in seconds_of.items())
     if code != Exit.COMPLETE:
-        LOGGER.info(summed_up(spent))
+        LOGGER.info(spent)
         tell(config, "failure" if gave_up else "end", gave_up or f"stopped, exit code {int(code)}", run.step)
         return code
 
     skipped, tokens, seconds = int(run.state.skipped_steps), run.tokens_after(run.step), run.clock.seconds
     summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
-    summary["goodput"] = spent
+    summary["seconds_by_activity"] = seconds_of
     plot_loss(run_dir)
     # The last file: it marks the run as complete.
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -249,7 +250,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
-        f"{summed_up(spent)}\n"
+        f"{spent}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"

@@ -11,8 +11,8 @@ from data.loader import StepBatches, local_rows
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
-from run.goodput import Times
 from run.progress import Start
+from run.times import Times
 from training.build import Build
 from training.mesh import note_on_slow_links
 from training.step import TrainStep
@@ -45,7 +45,7 @@ def compile_stages(programs: list[Program], builds: list[Build], step: int, time
         return
     config, began = builds[-1].config, time.monotonic()
     every = config.diagnostics.every_steps
-    with times.during("compilation"):
+    with times.during("compile"):
         for first_step, built in new:
             taken: Any = [
                 step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None

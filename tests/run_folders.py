@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 from configs.schema import BatchConfig, Config
-from run.goodput import OF_A_PROCESS
 
 GROUPS = ("embed", "lm_head", "matrices")
 BEGAN = 1_800_000_000.0
@@ -70,22 +69,10 @@ def write_run(
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}
             lines.append({"step": step + 5, "spike": facts, **when})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    spent = dict.fromkeys(OF_A_PROCESS, 0.0) | {"start": 10.0, "compilation": 20.0}
-    events = [
-        {
-            "event": "start",
-            "step": 0,
-            "position": 0,
-            "tokens_per_step": batch,
-            "parameters": 135_266_304,
-            "seconds": spent,
-        }
-    ]
-    spent = spent | {"steps": 0.9 * last, "data": 0.02 * last, "evaluation": 0.06 * last, "saving": 0.02 * last}
-    events.append({"event": "running", "step": last, "seconds": spent})
+    events: list[dict] = [{"event": "start", "step": 0, "position": 0, "tokens_per_step": batch}]
     if complete or code is not None:
-        events.append({"event": "stop", "step": last, "code": code or 0, "seconds": spent})
-    stamped = ({**event, "began": BEGAN, "time": BEGAN + 30 + event["step"]} for event in events)
+        events.append({"event": "stop", "step": last, "code": code or 0})
+    stamped = ({**event, "time": BEGAN + 30 + event["step"]} for event in events)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in stamped))
     if complete:
         summary = {"steps": steps, "tokens": steps * batch, "seconds": float(steps)}

@@ -1,4 +1,4 @@
-"""Read and verify all checkpoints of a run: python -m tools.inspect RUN."""
+"""Read and verify all checkpoints of a run, and show its seconds by activity: python -m tools.inspect RUN."""
 
 import os
 import time
@@ -13,14 +13,15 @@ from configs.command_line import Exit, parse_arguments
 from configs.retry import StorageLost, first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
-from run.record import at_hand
+from run.record import Events, at_hand
 from run.saved_run import open_for_reading
+from run.times import seconds_by_activity
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Print a table of a run's checkpoints: step, MB, bits per byte, age, and whether the checksums match. Exit code 3
-    if one is damaged."""
+    """Print a run's checkpoints (step, MB, bits per byte, age, whether the checksums match), and seconds by activity.
+    Exit code 3 if a checkpoint is damaged."""
 
     run_dir: Annotated[AnyPath, tyro.conf.Positional]
     """Folder of the run, here or at gs://."""
@@ -39,7 +40,8 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    checkpoints, abstract = open_for_reading(at_hand(arguments.run_dir))
+    run_dir = at_hand(arguments.run_dir)
+    checkpoints, abstract = open_for_reading(run_dir)
     damaged = False
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps:
@@ -54,6 +56,8 @@ def main() -> int:
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
+    for activity, seconds in seconds_by_activity(Events(run_dir).read()).items():
+        print(f"{activity:>10} {seconds:9.1f} s")
     return Exit.UNREADABLE if damaged else Exit.COMPLETE
 
 

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import jax
-
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.schema import Config
 from hosts.runtime import on_first_process
-from run.goodput import Times
 from run.hooks.log import Log, ReadStep
 from run.hooks.save import Save
 from run.notify import tell
@@ -74,12 +71,10 @@ class Judge(Hook):
         return [spike]
 
 
-def roll_back(save: Save, times: Times, run: Progress, jump: Jumped) -> None:
+def roll_back(save: Save, run: Progress, jump: Jumped) -> None:
     """Record that the run resumes from its newest checkpoint, without the batches up to the jump's. Raise GaveUp after
     MOST_ROLLBACKS rollbacks to that checkpoint."""
     config, spike = run.config, jump.spike
-    if jax.process_index() == 0:
-        Events(config.run_dir).add("running", run.step, **times.note())  # these steps are repeated
     newest = save.newest()
     if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) >= MOST_ROLLBACKS:
         run.step = spike["step"]

@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from run.hooks.watch import Watch
 from run.metrics import MetricsWriter
 from run.notify import Wandb
 from run.progress import Due, Hook, Progress
-from run.record import Events, Record, read_metrics, rollbacks_to
+from run.record import Events, read_metrics, rollbacks_to
 from training.build import Build
 from training.step import Metrics
 
@@ -37,12 +36,11 @@ class ReadStep(NamedTuple):
 class Log(Hook):
     """Writes a line for each logged step. It reads a step's metrics while the next step runs, so the devices never wait
     for the host. It reads them at once only if a checkpoint or an evaluation of the same step follows.
-    Twelve attributes: one reading of the metrics serves the file, the bar and the signs of life."""
+    Eleven attributes: one reading of the metrics serves the file and the bar."""
 
-    def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]], record: Record | None):
-        """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
-        signs of life."""
-        self.config, self.watch, self.epochs, self.record = built.config, watch, epochs, record
+    def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]]):
+        """Take `epochs(position)`, which counts the epochs of each source up to a position."""
+        self.config, self.watch, self.epochs = built.config, watch, epochs
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
         self.flops_share = flops / (peak * built.mesh.size) if peak else None
@@ -119,16 +117,6 @@ class Log(Hook):
         self.bar.update(self.work(step) - self.bar.n)
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
-        self._note(step)
-
-    def _note(self, step: int) -> None:
-        """Add a sign of life to the run's events, once a minute."""
-        times = self.watch.times
-        if times.due and jax.process_index() == 0:
-            with suppress(OSError):  # Metrics reports a full disk
-                Events(self.config.run_dir).add("running", step, **times.note())
-            if self.record:
-                self.record.copy_events()
 
     def close(self) -> None:
         self.bar.close()

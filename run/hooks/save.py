@@ -44,7 +44,7 @@ class Save(Hook):
 
     def newest(self) -> int:
         """Return the newest checkpoint's step when nothing is being saved; 0 if there is none."""
-        with self.watch.away("saving", "saving"):
+        with self.watch.away("saving", "saves"):
             self.checkpoints.failing()
         return self.checkpoints.newest
 
@@ -63,7 +63,7 @@ class Save(Hook):
         for attempt in Retrying(retry=retry_if_result(again), wait=pause):
             if failed:
                 self._save(run)
-            with self.watch.away("saving", "saving"):
+            with self.watch.away("saving", "saves"):
                 failed = self.checkpoints.failing(wait=True)
             attempt.retry_state.set_result(failed)
         self._give_up_after(1)
@@ -74,7 +74,7 @@ class Save(Hook):
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
         state = run.state._replace(average=begun_average(run.state, self.config, run.step))
-        with self.watch.away("saving", "saving"):
+        with self.watch.away("saving", "saves"):
             self.checkpoints.save(run.step, state, {**position, **kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
 

@@ -14,9 +14,9 @@ from configs.ramp import Ramp
 from configs.schema import Config
 from configs.validation import profiled_steps
 from hosts.stop import Watchdog, end_as_hung
-from run.goodput import Times
 from run.notify import tell
 from run.progress import Due, Hook, Progress
+from run.times import Times
 from training.step import Metrics
 
 
@@ -37,10 +37,10 @@ class Watch(Hook):
         self.watchdog.step(self.step)
 
     @contextmanager
-    def away(self, what: str, part: str) -> Iterator[None]:
+    def away(self, what: str, activity: str) -> Iterator[None]:
         """Pause the limit on steps. Inside, `what` has its own limit (`hang.other_seconds`), and its time counts as
-        `part`."""
-        with self.watchdog.elsewhere(what), self.times.during(part):
+        `activity`."""
+        with self.watchdog.elsewhere(what), self.times.during(activity):
             yield
 
     def close(self) -> None:
@@ -54,9 +54,6 @@ class Watch(Hook):
 
 class Idle(Hook):
     """Records, in a thread, when the devices complete the newest step. A wait for data counts only after that."""
-
-    def __init__(self, times: Times):
-        self.times = times
 
     def begin(self, run: Progress) -> None:
         self.watching = ThreadPoolExecutor(1, "idle")
@@ -72,7 +69,6 @@ class Idle(Hook):
         if self.done and self.done.done():
             idle = time.monotonic() - max(asked, self.done.result())
             run.clock.idle += idle
-            self.times.count("data", idle)
         return batch
 
     def close(self) -> None:

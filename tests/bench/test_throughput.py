@@ -14,22 +14,16 @@ from configs.schema import MeshConfig, UserError
 from training.build import build
 
 
-def test_one_json_line_follows_the_profile(monkeypatch, capsys):
+def test_it_prints_one_json_line(monkeypatch, capsys):
     """Count the rows of a micro-batch per replica: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
-    words = f"{arguments} --mesh.tensor=2 --mesh.fsdp=2 --rows=3 --micro_batches=2 --profile"
+    words = f"{arguments} --mesh.tensor=2 --mesh.fsdp=2 --rows=3 --micro_batches=2"
     monkeypatch.setattr(sys, "argv", ["throughput", *words.split()])
     assert throughput.main() == 0
-    head, *rows, total, line = capsys.readouterr().out.splitlines()
-    line = json.loads(line)
+    line = json.loads(capsys.readouterr().out)
     assert (line["depth"], line["rows"], line["micro_batches"], line["devices"]) == (1, 3, 2, 8)
     assert line["tokens_per_second"] == pytest.approx(2 * 3 * 4 * 32 / line["step_seconds"], rel=0.05)
     assert line["parameters"] > 2 * 4096 * 64 and line["peak_gib"] > 0
-    assert head.split()[:2] == ["ms", "a"]
-    times, shares = zip(*[(float(row.split()[0]), float(row.split()[1].rstrip("%"))) for row in rows])
-    assert list(times) == sorted(times, reverse=True) and times[0] > 0
-    assert sum(shares) <= 100.5 and sum(times) <= 1.01 * float(total.split()[0]) + 0.2
-    assert any("jvp()" in row for row in rows)  # names in JAX. Which instructions are slow depends on the machine.
 
 
 @pytest.mark.medium

@@ -24,7 +24,6 @@ COMMANDS = {
     "data.prepare.__main__": ["--source=x", "--out=y"],
     "tools.dataset": ["x"],
     "tools.inspect": ["x"],
-    "tools.goodput": ["x"],
     "chat": [],
     "data.prepare.chats": ["mmlu"],
     "tools.doctor": [CONFIG],

@@ -143,13 +143,3 @@ def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_
         monkeypatch.setattr(f"{module}.whole_steps", Mock(side_effect=answers))
         with pytest.raises(UserError, match="the next check"):
             begin()
-
-
-def test_events_reach_the_bucket_between_saves(gcs, tmp_path):
-    record = Record(tmp_path, RUN)
-    for name in ("events.jsonl", "metrics.jsonl"):
-        (tmp_path / name).write_text("a line")
-    record.copy_events()
-    assert gcs.objects["runs/mine/events.jsonl"][1] == b"a line" and "runs/mine/metrics.jsonl" not in gcs.objects
-    gcs.full = True
-    record.copy_events()  # costs nothing

@@ -15,9 +15,9 @@ from configs.schema import EvalConfig, MeshConfig, UserError, options, with_opti
 from hosts.machines import GIB
 from run import fitting as module
 from run.fitting import CHOSEN, COMPILATIONS, Fitting
-from run.goodput import Times
 from run.record import Events, read_metrics
 from run.stages import Program
+from run.times import Times
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import ROOT, figures, run, write_folder

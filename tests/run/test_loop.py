@@ -9,12 +9,12 @@ import pytest
 from configs.command_line import Exit
 from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
 from hosts.stop import Stop
-from run.goodput import Times
 from run.hooks import Evaluate, Idle, Judge, Log, Save, Watch
 from run.hooks.judge import ENOUGH
 from run.progress import Due, due_after
 from run.record import read_metrics
 from run.stages import Program
+from run.times import Times
 from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
 from train import take_steps
 
@@ -66,8 +66,8 @@ class Loop:
     def __init__(self, built, run, train_step, measure, saved, stop):
         self.times, self.stop, self.progress, self.jump = Times(), stop, run, None
         config = built.config
-        watch, self.idle = Watch(config, self.times), Idle(self.times)
-        log = Log(built, watch, lambda position: {}, saved.record)
+        watch, self.idle = Watch(config, self.times), Idle()
+        log = Log(built, watch, lambda position: {})
         save = Save(config, saved, "print", watch)
         seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
         evaluate = Evaluate(config, measure, lambda params: {}, saved, log)

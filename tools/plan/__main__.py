@@ -22,7 +22,7 @@ from tools.plan import output
 from tools.plan.corrections import corrected, factors, measured
 from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
 from tools.programs.topologies import known_topology
-from tools.report.runs import read_runs
+from tools.report import read_runs
 from training.candidate import Candidate
 from training.memory import with_rows
 

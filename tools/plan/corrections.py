@@ -15,12 +15,13 @@ from statistics import median
 from typing import NamedTuple
 
 from configs.command_line import config_from_json
+from configs.ramp import Ramp
 from configs.schema import UserError, with_options
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory, machine_of, name_of
 from tools.plan.search import Row
 from tools.plan.step_time import step_time
 from tools.programs.topologies import CORES, Topology
-from tools.report.runs import Run
+from tools.report import Run
 from training.candidate import Candidate
 from training.memory import device_bytes
 
@@ -96,13 +97,13 @@ class Measured(NamedTuple):
 def measured(run: Run) -> Measured:
     """Compare a run with its plan. If its batch grew, the last stage counts. Raise UserError if the run's machine is
     not described, or if it has not logged two steps yet."""
-    devices, last_stage = run.record["devices"], run.ramp.stages[-1]
+    config = config_from_json(json.dumps(run.record["config"]))
+    devices, last_stage = run.record["devices"], Ramp.of(config.batch).stages[-1]
     machine = machine_of(devices["kind"])
     if machine is None:
         raise UserError(
             f"--calibrate={run.folder}: it ran on {devices['kind']}, which hosts/machines.toml does not describe"
         )
-    config = config_from_json(json.dumps(run.record["config"]))
     config = with_options(config, {"batch.tokens_per_step": last_stage.tokens_per_step, "batch.ramp": ""})
     chips = devices["count"] // devices["slices"] // machine.per_chip
     candidate = Candidate(config, Topology(devices["slices"], machine.kind, (chips,)))

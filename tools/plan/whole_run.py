@@ -13,7 +13,7 @@ from training.candidate import Candidate
 DAY = 86_400
 RESTART = 600.0
 """Seconds from a preemption to the next step: getting the machine, starting, compiling or reading the program,
-restoring. Assumed; `python -m tools.goodput RUN` measures it."""
+restoring. Assumed."""
 WRITES = 1e9
 """Bytes/s that a host writes of a checkpoint, assumed. Training continues meanwhile."""
 DEVICES_OF_A_HOST = {False: 4, True: 8}

@@ -1,18 +1,15 @@
-"""Compile the training step ahead of time, from shapes alone, and read compiled programs: their instructions, loops and
-estimated cycles, what crosses which axis of the mesh, how often, with how many bytes, and what takes time."""
+"""Compile the training step from shapes alone, and read compiled programs: instructions, loops, estimated cycles, and
+what crosses which axis of the mesh, how often, with how many bytes."""
 
 import re
-import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from run.fitting import program_bytes
 from training.build import Build
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "collective-broadcast")
@@ -22,8 +19,6 @@ CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^
 
 # Instructions that only refer to the results of others.
 LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
-CONTAINERS = ("while", "call", "conditional")  # their time is their instructions'
-TOP = 25  # rows of the table of instructions
 
 
 class Instruction(NamedTuple):
@@ -202,41 +197,3 @@ def axes_crossed(groups: list[list[int]], mesh_shape: dict[str, int]) -> tuple[s
     """Return the mesh axes along which devices of one group differ."""
     places = [np.unravel_index(group, tuple(mesh_shape.values())) for group in groups]
     return tuple(name for i, name in enumerate(mesh_shape) if any(np.ptp(place[i]) for place in places))
-
-
-def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the peak bytes on the first device, as it reports them or else by the program's own analysis."""
-    measured = jax.local_devices()[0].memory_stats()
-    return measured["peak_bytes_in_use"] if measured and "peak_bytes_in_use" in measured else program_bytes(compiled)
-
-
-def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps: int) -> str:
-    """Return a table of the instructions that take most time, over `steps` calls of `run`, which runs the program and
-    waits.
-
-    Milliseconds a step are summed over the threads or devices of an instruction. Each row ends with its name in JAX.
-    """
-    program, _ = read_program(compiled.as_text() or "")
-    known = {instruction.name: instruction for instructions in program.values() for instruction in instructions}
-    nanoseconds, calls = Counter(), Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                run()
-        for file in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for event in (event for line in plane.lines for event in line.events):
-                    # A GPU's events are kernels that name their instruction; a TPU's are complete lines of the program.
-                    named = dict(event.stats).get("hlo_op", event.name) if "GPU" in plane.name else event.name
-                    name = re.match(r"%?([\w.\-]*)", str(named))[1]  # pyright: ignore[reportOptionalSubscript]
-                    if name in known and known[name].opcode not in CONTAINERS:
-                        nanoseconds[name] += event.duration_ns
-                        calls[name] += 1
-    total = sum(nanoseconds.values())
-    lines = [f"{'ms a step':>10}{'share':>8}{'calls':>8}  instruction, and its name in JAX; {steps} steps"]
-    for name, time in nanoseconds.most_common(TOP):
-        source = re.search(r'op_name="([^"]*)"', known[name].attributes)
-        path = re.sub(r"\b(jit\(\w+\)|shard_map|while|body|\w+_call|eval_jaxpr)/", "", source[1] if source else "")
-        lines.append(f"{time / steps / 1e6:10.2f}{time / total:8.1%}{calls[name] / steps:8.0f}  {name}  {path}")
-    lines.append(f"{total / steps / 1e6:10.2f}  of all instructions")
-    return "\n".join(lines)

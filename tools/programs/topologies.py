@@ -25,34 +25,16 @@ memory (docs.nvidia.com: CUDA C++ programming guide, technical specifications)."
 
 def parse_topology(text: str, option: str = "--topology") -> Topology:
     """Parse `v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`. Raise UserError, which names the `option`, for others."""
-    words = _of_google(text.strip().lower())
-    form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", words)
+    form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
     if form is None:
         raise UserError(
             f"{option}={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
-            "('2x v5e:4x4', '64x h200:8'); Google Cloud's names (v6e-8) work, too"
+            "('2x v5e:4x4', '64x h200:8')"
         )
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
     if topology.is_gpu and len(topology.chips) > 1:
         raise UserError(f"{option}={text}: give the GPUs of a machine as one number, as h200:8")
     return topology
-
-
-def _of_google(text: str) -> str:
-    """Return `v5p-128`, an accelerator type of Google Cloud, as `v5p:4x4x4`, and other text unchanged."""
-    named = re.fullmatch(r"((?:[1-9]\d*x\s*)?)(v4|v5p|v5e|v5litepod|v6e)-([1-9]\d*)", text)
-    if named is None:
-        return text
-    kind = "v5e" if named[2] == "v5litepod" else named[2]
-    machine = machines()[kind]
-    chips, dimensions = int(named[3]) // machine.cores, machine.directions // 2
-    log = chips.bit_length() - 1
-    if int(named[3]) != machine.cores << log:
-        return text
-    sides = [2 ** ((log + i) // dimensions) for i in range(dimensions)]
-    if chips == 4 and dimensions == 3:
-        sides = [2, 2, 1]
-    return f"{named[1]}{kind}:{'x'.join(map(str, sides))}"
 
 
 def shapes_of(topology: Topology, dimensions: int) -> str:

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import pytest
 
 from configs.schema import EvalConfig
-from run.goodput import Times
 from run.hooks import Evaluate, Overfitting, Watch
 from run.metrics import MetricsWriter
 from run.record import read_metrics
+from run.times import Times
 from tests.run.hooks.runs import NOTHING, Saved, config_of, progress
 
 TEXT = NOTHING._replace(evaluate=True)
@@ -54,7 +54,7 @@ def test_what_is_due_and_not_on_record_is_evaluated(
     assert len(messages) == len(expected)
     assert [measure.called, tasks.called] == [name in expected for name in ("val_loss", "core")]
     assert saved.scores == ({step: 1.0} if measure.called else {})
-    assert (times.spent["evaluation"] > 0) == bool(expected) and run.clock.seconds == 0  # no training
+    assert (times.seconds["evaluation"] > 0) == bool(expected) and run.clock.seconds == 0  # no training
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import pytest
 
 from configs.schema import DiagnosticsConfig, HangConfig
-from run.goodput import Times
 from run.hooks import History, Log, Watch
 from run.metrics import MetricsWriter
 from run.record import Events, read_metrics
+from run.times import Times
 from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
 
 
@@ -24,12 +24,11 @@ from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
     ],
 )
 def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluation_follows(
-    due, read_at_once, lines_at_once, tmp_path, monkeypatch, messages
+    due, read_at_once, lines_at_once, tmp_path, messages
 ):
-    monkeypatch.setattr("run.goodput.NOTED_EVERY", 0)  # each line is followed by a sign of life
     config = config_of(tmp_path)
-    watch, record = Watch(config, Times()), Mock()
-    log = Log(built_of(config), watch, lambda position: {"text": position / 512}, record)
+    watch = Watch(config, Times())
+    log = Log(built_of(config), watch, lambda position: {"text": position / 512})
     log.flops_share = 1e-6
     run = progress(config)
     log.begin(run)
@@ -46,7 +45,7 @@ def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluati
             assert len(read_metrics(tmp_path)) == lines_at_once
     log.close()
     lines = read_metrics(tmp_path)
-    assert len(lines) == len(messages) == due.log and record.copy_events.called == due.log
+    assert len(lines) == len(messages) == due.log
     for line in lines:
         assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 256, 2.0) and line["epochs"] == {"text": 1.0}
         assert line["mfu"] == pytest.approx(1e-6 * line["tokens_per_second"]) and line["grad_norms"]["embed"] == 0.5
@@ -59,7 +58,7 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
         writer.write({"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": step}}})
     writer.close()
     config = config_of(tmp_path, diagnostics=DiagnosticsConfig(every_steps=4))
-    log = Log(built_of(config), Watch(config, Times()), Mock(), None)
+    log = Log(built_of(config), Watch(config, Times()), Mock())
     log.begin(progress(config, step=8))
     log.close()
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
@@ -69,7 +68,7 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
     config = config_of(tmp_path, hang=HangConfig(seconds=0))  # no thread
     now = itertools.count(step=60.0)  # each call is a minute later
     watch = Watch(config, Times())
-    log, run = Log(built_of(config), watch, lambda position: {}, None), progress(config)
+    log, run = Log(built_of(config), watch, lambda position: {}), progress(config)
     watch.begin(run)
     monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: next(now)))
     log.begin(run)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import CheckpointConfig
-from run.goodput import Times
 from run.hooks import Save, Watch
 from run.progress import GaveUp, due_after
+from run.times import Times
 from tests.run.hooks.runs import TOKENS, Saved, config_of, progress
 
 ALL = range(41)

@@ -31,7 +31,7 @@ from tools.plan.step_time import START, StepTime, communication, kernel_of, step
 from tools.plan.whole_run import PROCESSORS, whole_run
 from tools.programs.compiled import collectives
 from tools.programs.topologies import known_topology
-from tools.report.runs import read_run
+from tools.report import read_run
 from training.build import build
 from training.candidate import Candidate
 from training.memory import device_bytes, evaluation_memory, memory

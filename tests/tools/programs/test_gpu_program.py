@@ -1,7 +1,6 @@
 """Count what the compiled step stores and reads in memory, from programs for GPUs that are not present."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -12,11 +11,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from bench.throughput import Sizes, sized
 from configs import d12
-from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
 from hosts.machines import machines
 from model import parallel
-from model.gpt import parameter_counts
-from tools.programs.compiled import Instruction, collectives, compile_step, kernels, numbers, read_program, traffic
+from tools.programs.compiled import Instruction, compile_step, kernels, numbers, read_program, traffic
 from tools.programs.topologies import devices_of
 from training.build import build
 
@@ -75,12 +73,6 @@ def test_attention_runs_in_cudnn_without_transposing_heads(model):
         assert not (moved and heads & set(map(elements, written))), i
 
 
-def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
-    config = replace(small(depth=1, vocab_size=1024), data=DataConfig(mask_documents=True))
-    arrays = re.findall(r"\w+\[[\d,]*\]", compiled(config).as_text())
-    assert not [array for array in arrays if array.endswith(f",{LENGTH},{LENGTH}]")]
-
-
 @pytest.mark.parametrize("capability", [7.5, 8.6, 12.0])
 def test_cards_of_each_compute_capability_compile_with_their_kernel_and_type(capability, monkeypatch):
     """T4 multiplies float32 in our own kernel; from Ampere on, cuDNN takes bfloat16."""
@@ -126,18 +118,6 @@ def test_memory_and_passes_of_d12():
     assert traffic(program.as_text(), elementwise) < 800e9
 
 
-def test_on_eight_gpus_gradients_are_scattered_once():
-    config = sized(d12.get_config(), Sizes(depth=4, rows=4, micro_batches=2), 8)
-    payload, loop = Counter(), Counter()
-    for c in collectives(compiled(config, "h200:8").as_text(), {"data": 8, "fsdp": 1, "tensor": 1}):
-        (loop if c.in_loop else payload)[c.kind, c.dtype] += c.times * c.bytes_each
-    parameters = sum(parameter_counts(config.model).values())
-    assert not loop
-    assert payload["reduce-scatter", "f32"] == 4 * parameters
-    assert payload["all-gather", "bf16"] == 2 * parameters
-    assert payload.total() < 6 * parameters + 1024
-
-
 def temporaries(config: Config) -> int:
     """Return a step's bytes besides its arguments. It is compiled each time, since tests change the network."""
     return compiled.__wrapped__(config, f"h200:{config.mesh.fsdp}").memory_analysis().temp_size_in_bytes
@@ -152,13 +132,6 @@ def test_with_fsdp_products_are_not_delayed_to_the_end(monkeypatch):
     for module in ("layers", "loss"):
         monkeypatch.setattr(f"model.{module}.order_gradients", lambda dx, dkernel: (dx, dkernel))
     assert ours < 0.75 * temporaries(config)
-
-
-def test_recomputed_blocks_keep_no_float32_copies_of_their_parameters(monkeypatch):
-    config = small(remat="block", vocab_size=1024)
-    ours = temporaries(config)
-    monkeypatch.setattr("model.gpt.widened", lambda narrow, wide: wide)
-    assert temporaries(config) - ours >= 4 * parameter_counts(config.model)["matrices"]
 
 
 def test_remat_products_keeps_at_most_three_quarters_of_what_none_keeps():

@@ -32,14 +32,11 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
     [
         ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
         ("replica_groups={{0,2},{1},{3},{4},{5},{6},{7}}", ("fsdp",)),
-        ("replica_groups={{0,7},{1,6},{2,5},{3,4}}", ("data", "fsdp", "tensor")),
         ("replica_groups={}", ("data", "fsdp", "tensor")),
         ("replica_groups=[4,2]<=[8]", ("tensor",)),
         ("replica_groups=[8,1]<=[8]", ()),
-        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",)),
         ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
         ("replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','fsdp'}", ("data", "fsdp")),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", ("data",)),
         ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", ("fsdp",)),
         ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
         ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", ("data",)),
@@ -242,13 +239,6 @@ def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
     assert gradients <= reduced < gradients + 1024
     # 0.07 GiB; 0.09 if every activation is stored
     assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.08
-
-
-@pytest.mark.slow
-def test_on_a_tpu_slice_gradients_are_summed_once(on_tpu):
-    reduced, gradients = sums(on_tpu("v5p:4x4x4", *SMALL))
-    assert gradients == 4 * (2 * 2048 * 256 + 12 * 256**2)
-    assert gradients <= reduced < gradients + 1024
 
 
 @pytest.mark.slow

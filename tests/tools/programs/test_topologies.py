@@ -23,10 +23,6 @@ from training.mesh import axes_between
         ("2x v5e:4x4", Topology(2, "v5e", (4, 4)), 32),
         (" 1x V6E:2x2 ", Topology(1, "v6e", (2, 2)), 4),
         ("h200:8", Topology(1, "h200", (8,)), 8),
-        ("v5p-128", Topology(1, "v5p", (4, 4, 4)), 64),
-        ("v4-8", Topology(1, "v4", (2, 2, 1)), 4),
-        ("2x v6e-8", Topology(2, "v6e", (2, 4)), 16),
-        ("v5litepod-16", Topology(1, "v5e", (4, 4)), 16),
         ("tpu7x:2x2x1", Topology(1, "tpu7x", (2, 2, 1)), 8),  # two devices per chip
     ],
 )

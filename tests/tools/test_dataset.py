@@ -1,0 +1,95 @@
+"""Test what tools.dataset prints about datasets, and the rows of a batch."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from configs.schema import DataConfig, UserError
+from data.dataset_folder import Dataset, open_dataset
+from data.prepare.preparation import Preparation, prepare
+from data.prepare.selection import train_tokenizer
+from data.shards import write_shard
+from tools import dataset as command
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dataset", *map(str, words)])
+    return command.main()
+
+
+@pytest.fixture
+def documents(tmp_path) -> Dataset:
+    """Return a dataset of 7 training documents and 2 held-out ones, with duplicates. Token 0 is the BOS."""
+    train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
+    written = [[0, 9, 10, 11], [0, 12], [0, 9, 10, 11], [0, 13, 14, 15, 16, 9, 10, 11, 12], [0, 12], [0, 12], [0, 13]]
+    write_shard(tmp_path / "train_0.bin", np.concatenate(written[:4]), 266)
+    write_shard(tmp_path / "train_1.bin", np.concatenate(written[4:]), 266)
+    write_shard(tmp_path / "val_0.bin", np.array([0, 13, 0, 9, 9]), 266)
+    return open_dataset(str(tmp_path), DataConfig(tokenizer=f"{tmp_path}/tokenizer.json"), 0, tmp_path / "cache")
+
+
+def test_documents_bytes_and_duplicates_are_counted(documents, monkeypatch):
+    monkeypatch.setattr(command, "AT_ONCE", 2)
+    train, val = (command.read_documents(documents, part) for part in ("train", "val"))
+    assert train.tokens.tolist() == [4, 2, 4, 9, 2, 2, 2] and val.tokens.tolist() == [2, 3]
+    assert train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
+    text = command.describe(documents, "here", 6)
+    assert "3 training documents repeat an earlier one; 1 held-out are trained on" in text
+    assert "7 documents, 25 tokens, 18 bytes" in text and "longest 9" in text
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_the_cost_of_packing_equals_the_count_of_its_rows(documents, packing, tmp_path):
+    """Count at every position of every row."""
+    rows = documents.rows("train", DataConfig(packing=packing), 6, tmp_path / "plans")
+    counted, padding, cut, mean_seen = command.pack(documents, command.read_documents(documents, "train"), packing, 6)
+    seen, positions = [], 0
+    for row in (rows[i] for i in range(len(rows))):
+        own = 0
+        for token, weight in zip(row["inputs"], row["weights"]):
+            own = int(weight) + (own if token else 0)
+            seen += [own] if weight else []
+            positions += 1
+    assert counted == len(rows) and padding == pytest.approx(1 - len(seen) / positions)
+    assert mean_seen == pytest.approx(np.mean(seen))
+    # Documents start at 0, 4, 6, 10, 19, 21 and 23. Six fit 6 positions; `stream` cuts the one at 23 in two.
+    assert cut == pytest.approx(1 / 6 if packing == "stream" else 0)
+
+
+def test_conversations_mark_the_tokens_that_are_learned(tmp_path, monkeypatch, capsys):
+    turn = lambda i: [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]
+    lines = [json.dumps({"messages": turn(i) * (1 + i % 3)}) for i in range(60)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    source = f"{tmp_path}/chat.jsonl"
+    prepare(Preparation(source=source, vocab_size=266, val_fraction=0.3, conversations=True), tmp_path / "data")
+    assert run(monkeypatch, tmp_path / "data", "--sequence_length=40") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"learned   [\d,]+ of [\d,]+ training tokens", printed) and "whole  " in printed
+    data = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
+    count = sum(command.read_documents(data, part).learned.sum() for part in ("train", "val"))
+    (answer,) = data.tokenizer.encode(["answer"])
+    assert "stream" not in printed and count == 120 * (len(answer) + 1)  # the end token included
+    assert run(monkeypatch, tmp_path / "data", "--sequence_length=16", "--step=0", "--rows=1") == 0
+    assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
+
+
+def test_a_dataset_at_a_url_has_the_facts_of_the_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "one.txt").write_text("some words of text\n" * 4000)
+    made, filesystem = tmp_path / "data", fsspec.filesystem("memory")
+    prepare(Preparation(source=str(tmp_path / "one.txt"), vocab_size=273, val_fraction=0.3), made)
+    for path in filter(Path.is_file, made.rglob("*")):
+        filesystem.pipe(f"/inspected/{path.relative_to(made)}", path.read_bytes())
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
+    assert run(monkeypatch, made) == run(monkeypatch, "memory://inspected") == 0
+    lines = capsys.readouterr().out.splitlines()
+    half = len(lines) // 2
+    assert lines[half].startswith("memory://inspected  (fingerprint") and lines[1:half] == lines[half + 1 :]
+    assert run(monkeypatch, "memory://inspected", "--step=3", "--sequence_length=16") == 0
+    assert "step 3: 4 rows of 16 tokens, of which 4 follow" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"^--step=-1 cannot work: "):
+        run(monkeypatch, made, "--step=-1")

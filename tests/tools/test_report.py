@@ -1,0 +1,147 @@
+"""Run tools.report as a user does: in a browser its page fetches nothing, and every plot has its lines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import plotly.graph_objects as go
+import pytest
+
+from configs.command_line import exit_code_of
+from configs.schema import UserError
+from run.diagnosis import BLOCKS, Diagnosis
+from tests.chromium import PROGRAM, Chromium
+from tests.helpers import tiny_config
+from tests.run_folders import write_run
+from tools import report
+from training.build import build
+
+ROOT = Path(__file__).parents[2]
+PLOTS = [plot.id for plot in report.PLOTS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[str]:
+    """Write two runs with every kind of figure."""
+    folder = tmp_path_factory.mktemp("runs")
+    more = {"peak_memory_bytes": 7e10, "average_val_bpb": 1.3, "diagnostics": {"noise_scale_moments": 9000.0}}
+    return [
+        str(write_run(folder / "d12", name="d12", line=more, core=True)),
+        str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more, core=True)),
+    ]
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    """Return the exit code of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["tools.report", *arguments])
+    return exit_code_of(report.main, "")
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, monkeypatch):
+    out = tmp_path / "report.html"
+    assert run(monkeypatch, *runs, f"--out={out}") == 0
+    read = report.read_runs(runs)
+    report.page(read)  # adds the ratios
+    with Chromium(tmp_path) as browser:
+        browser.open(f"file://{out}")
+        assert browser.value("[...document.querySelectorAll('.plot')].map((plot) => plot.id)") == PLOTS
+        for plot in report.PLOTS:
+            lines = f"[...document.querySelectorAll('#{plot.id} .scatterlayer .trace')]"
+            drawn = browser.value(
+                f"{lines}.map((line) => (line.querySelector('path')?.getAttribute('d') ?? '').length)"
+            )
+            assert len(drawn) == len(report.traces(plot, read)) and all(drawn), (plot.id, drawn)
+            area = f"document.querySelector('#{plot.id} .nsewdrag').getBoundingClientRect().height"
+            assert browser.value(area) > 120, plot.id
+        loss = "document.getElementById('loss')"
+        assert browser.value(f"Math.max(...{loss}.data.flatMap((trace) => trace.x))") == 400 * 131_072
+        browser.value("document.querySelector('input[value=step]').click()")
+        browser.wait_for(f"{loss}._fullLayout.xaxis.title.text == 'steps'")
+        assert browser.value(f"Math.max(...{loss}.data.flatMap((trace) => trace.x))") == 400
+        browser.value("document.querySelectorAll('details').forEach((details) => { details.open = true })")
+        text = browser.value("document.body.innerText")
+        assert "The 400th sample <b>is</b> text." in text and "</script><script>alert(1)</script>" in text
+        assert "batch.tokens_per_step" in text and "131072" in text and "NVIDIA H200" in text
+        asked = {request["request"]["url"].partition(":")[0] for request in browser.seen("Network.requestWillBeSent")}
+        assert asked <= {"file", "data"} and not browser.seen("Runtime.exceptionThrown")
+
+
+def test_every_plot_is_one_that_plotly_knows(runs):
+    read = report.read_runs(runs)
+    report.page(read)
+    for plot in report.PLOTS:
+        lines = report.traces(plot, read)
+        assert lines, plot.id
+        go.Figure({"data": lines, "layout": report.layout(plot)})  # raises an error for unknown names and values
+
+
+def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
+    """Use the names from the step and run/diagnosis.py."""
+    built = build(tiny_config(rows=32), jax.devices()[:1])
+    _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
+    measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis([], built.config.optimizer)
+    line = [diagnosis.line(measured, 512) for _ in range(BLOCKS)][-1]
+    read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
+    report.page([read])
+    plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
+    assert len(plots) == 8 and all(report.traces(plot, [read]) for plot in plots)
+
+
+def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
+    folder = write_run(tmp_path / "run", batch=32_768)
+    summary = json.loads((folder / "summary.json").read_text()) | {"seconds_by_activity": {"restore": 12.5}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    read, *others = report.read_runs([str(folder), f"{tmp_path}/./run"])
+    assert not others  # one folder is one run
+    assert read.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
+    assert read.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
+    assert read.course("grad_norms", "embed").steps == read.course("loss").steps == list(range(10, 401, 10))
+    assert read.names("diagnostics", "blocks")[-1] == "11" and read.names("nothing") == []
+    shown = report.facts(read)
+    assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5" and shown["exit code"] == "0"
+
+
+def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", complete=False, logged=0)
+    (folder / "metrics.jsonl").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "run") == 0
+    assert "0 of 400" in (folder / "report.html").read_text()  # the default place
+
+
+@pytest.mark.parametrize("hurt", [None, [], "much", {"groups": {"embed": None}}, {"noise_scale": "x"}])
+def test_incomplete_diagnostics_are_read(tmp_path, hurt):
+    folder = write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt})
+    assert "<html" in report.page([report.read_run(folder)])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "holds no run (no config.json)"),
+        ("{", "is not the record of a run that this version can read (JSONDecodeError: "),
+        ('{"config": {"name": "x", "lr": 1}}', "make its report with the version that trained it"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path, text, problem):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        report.read_run(tmp_path)
+    assert problem in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("arguments", [(), ("nowhere",), ("{run}", "--out=gone/report.html")])
+def test_a_mistake_is_one_message_and_code_2(runs, tmp_path, monkeypatch, capfd, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *(word.format(run=runs[0]) for word in arguments)) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and (arguments or ["run"])[-1] in error
+
+
+def test_it_reads_without_jax():
+    code = "import sys, tools.report; sys.exit(bool({'jax', 'tensorboardX', 'torch'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

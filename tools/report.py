@@ -1,0 +1,350 @@
+"""Write a self-contained HTML page with plots of one or more runs: python -m tools.report RUN [RUN...].
+
+It needs only config.json, metrics.jsonl, events.jsonl and summary.json of each run, and does not start JAX. The page
+includes plotly's script, so it opens without a network.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import tyro
+from plotly.offline import get_plotlyjs
+
+from configs.command_line import Exit, config_from_json, exit_code_of, parse_arguments
+from configs.files import write_whole
+from configs.schema import AnyPaths, FilePath, UserError, options
+from run.record import Events, at_hand, place, read_metrics
+
+AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
+COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
+DASHES = ("solid", "dash", "dot", "dashdot")
+FEW = 30  # a line of at most this many points has markers
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command."""
+
+    runs: Annotated[AnyPaths, tyro.conf.Positional]
+    """Folders of runs, here or at gs://, each with a config.json."""
+    out: FilePath = ""
+    """The page. Default: report.html in the first run's folder, or here if that run is at gs://."""
+
+
+class Course(NamedTuple):
+    """Values at steps, in the order of the steps."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its folder records it."""
+
+    name: str
+    folder: str
+    options: dict[str, Any]
+    """By their command-line names."""
+    record: dict[str, Any]
+    """config.json: `config`, `versions`, `devices`, `dataset`, `changes`."""
+    lines: list[dict]
+    """Lines of metrics.jsonl, sorted by step."""
+    events: list[dict]
+    summary: dict[str, Any]
+    """Empty if the run is not complete."""
+
+    def course(self, *path: str) -> Course:
+        """Return the finite numbers at this place of the lines, as course("grad_norms", "embed")."""
+        pairs = [(line["step"], at(line, *path)) for line in self.lines]
+        known = [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
+        return Course([step for step, _ in known], [value for _, value in known])
+
+    def names(self, *path: str) -> list[str]:
+        """Return the keys at this place of the lines, as names("grad_norms"): the groups. Numbers are sorted."""
+        names = {name for line in self.lines for name in at(line, *path) or ()}
+        return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
+
+    def along(self, axis: str, steps: list[int]) -> list[float]:
+        """Return the positions of steps on an axis of AXES. Evaluations have no seconds: these are interpolated between
+        logged lines."""
+        if axis == "step":
+            return [float(step) for step in steps]
+        known = self.course(axis)
+        return np.interp(steps, [0, *known.steps], [0.0, *known.values]).tolist()
+
+
+class Plot(NamedTuple):
+    """A plot of the report, and the places of its lines in metrics.jsonl."""
+
+    id: str
+    title: str
+    unit: str
+    lines: dict[str, str]
+    """Names of lines and their dotted places. A star means every key there, and gives the line its name."""
+    log: bool = False
+    """True for a logarithmic y axis, which leaves out values below or at 0."""
+
+
+GROUPS, BLOCKS = "diagnostics.groups.*", "diagnostics.blocks.*"
+NOISE = {"batch": "valid_tokens", "noise scale": "diagnostics.noise_scale", "low": "diagnostics.noise_scale_low"}
+NOISE |= {"high": "diagnostics.noise_scale_high", "from AdamW's moments": "diagnostics.noise_scale_moments"}
+PLOTS = (
+    Plot("loss", "Loss", "nats a token", {"training": "loss", "validation": "val_loss"}),
+    Plot("bits", "Validation", "bits per byte", {"parameters": "val_bpb", "average": "average_val_bpb"}),
+    Plot("gradients", "Norms of gradients before the clip", "norm", {"all": "grad_norm", "": "grad_norms.*"}, log=True),
+    Plot("rates", "Learning rates", "rate", {"": "learning_rate.*"}, log=True),
+    Plot("epochs", "Epochs of each source", "passes over the text", {"": "epochs.*"}),
+    Plot("core", "CORE", "CORE (guessing is 0)", {"CORE": "core"}),
+    Plot("tasks", "CORE's tasks", "centred accuracy", {"": "core_tasks.*"}),
+    Plot("noise", "Gradient noise scale, its interval and the batch", "tokens", NOISE, log=True),
+    Plot("coherence", "Coherence of micro-batches", "cosine", {"cosine": "diagnostics.coherence_running"}),
+    Plot("ratios", "Update over parameter", "ratio of norms", {"": f"{GROUPS}.update_ratio"}, log=True),
+    Plot("updates", "Norms of updates", "norm", {"": f"{GROUPS}.update_norm"}, log=True),
+    Plot("snr", "Optimizer's signal over noise", "ratio", {"": f"{GROUPS}.snr"}, log=True),
+    Plot("unchanged", "Parameters unchanged by a step", "share", {"": f"{GROUPS}.unchanged_share"}),
+    Plot("blocks", "Norms of gradients, by block", "norm", {"": f"{BLOCKS}.gradient_norm"}, log=True),
+    Plot("block-ratios", "Update over parameter, by block", "ratio of norms", {"": f"{BLOCKS}.update_ratio"}, log=True),
+    Plot("speed", "Throughput", "tokens a second", {"tokens": "tokens_per_second"}),
+    Plot("mfu", "MFU", "share of the devices' peak", {"MFU": "mfu"}),
+    Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
+    Plot("memory", "Peak memory of a device", "bytes", {"peak": "peak_memory_bytes"}),
+)
+MEASURED = ("val_loss", "val_bpb", "core", "loss", "tokens", "seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
+
+
+def at(line: dict, *path: str) -> Any:
+    """Return the value at this place of nested dicts, or None."""
+    value: Any = line
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def read_run(folder: str | Path) -> Run:
+    """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
+    given, folder = str(folder), at_hand(folder)
+    record_file, summary_file = folder / "config.json", folder / "summary.json"
+    if not record_file.is_file():
+        raise UserError(f"{given} holds no run (no config.json)")
+    try:
+        record = json.loads(record_file.read_bytes())
+        config = config_from_json(json.dumps(record["config"]))
+    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
+        raise UserError(
+            f"{record_file} is not the record of a run that this version can read ({type(error).__name__}: {error}); "
+            "make its report with the version that trained it"
+        ) from error
+    lines = sorted(read_metrics(folder), key=lambda line: line["step"])
+    summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else {}
+    return Run(config.name, given, options(config), record, lines, Events(folder).read(), summary)
+
+
+def read_runs(folders: list[str]) -> list[Run]:
+    """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
+    runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
+    names = [run.name for run in runs]
+    return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]
+
+
+def add_ratios(lines: list[dict]) -> None:
+    """Add `update_ratio`, the norm of an update over its parameter's, to the diagnostics of groups and blocks."""
+    for line in lines:
+        for kind in ("groups", "blocks"):
+            for facts in (at(line, "diagnostics", kind) or {}).values():
+                if at(facts, "update_norm") and at(facts, "parameter_norm"):
+                    facts["update_ratio"] = facts["update_norm"] / facts["parameter_norm"]
+
+
+def places(plot: Plot, runs: list[Run]) -> dict[str, list[str]]:
+    """Return the names of a plot's lines, and the place of each."""
+    found = {}
+    for name, dotted in plot.lines.items():
+        path = dotted.split(".")
+        if "*" not in path:
+            found[name] = path
+            continue
+        star = path.index("*")
+        for key in dict.fromkeys(key for run in runs for key in run.names(*path[:star])):
+            found[key] = [*path[:star], key, *path[star + 1 :]]
+    return found
+
+
+def traces(plot: Plot, runs: list[Run]) -> list[dict]:
+    """Return a plot's lines for plotly (plotly.com/javascript/reference). With one run, or a line for each group, names
+    have colors and runs have dashes; otherwise runs have colors and names have dashes."""
+    found, drawn = places(plot, runs), []
+    for j, (name, path) in enumerate(found.items()):
+        for i, run in enumerate(runs):
+            course = run.course(*path)
+            if not course.steps:
+                continue
+            color, dash = (j, i) if len(runs) == 1 or "" in plot.lines else (i, j)
+            style = {"width": 1.5, "color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)]}
+            if plot.id.startswith("block"):  # in their order, from light to dark
+                style["color"] = f"hsl(222, 60%, {80 - 55 * j / max(1, len(found) - 1):.0f}%)"
+            trace = {"type": "scatter", "mode": "lines+markers" if len(course.steps) <= FEW else "lines", "line": style}
+            trace |= {"name": name if len(runs) == 1 else f"{run.name}: {name}", "hovertemplate": "%{y:.4~g}"}
+            # The page moves x from steps to the axis that a reader chooses; `meta` is the run.
+            drawn.append(trace | {"x": course.steps, "y": six_digits(course.values), "meta": i})
+    return drawn
+
+
+def six_digits(values: list[float]) -> list[float]:
+    """Return rounded values, which halve the page's size without a visible change."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def layout(plot: Plot) -> dict[str, Any]:
+    """Return plotly's layout of a plot."""
+    line = {"gridcolor": "#e8e8e8", "linecolor": "#999999", "zeroline": False}
+    y = {**line, "title": {"text": plot.unit, "standoff": 4}, "type": "log" if plot.log else "linear"}
+    y["exponentformat"] = "power" if plot.log else "SI"
+    if plot.id in ("speed", "mfu", "waiting", "memory"):  # small changes do not look large
+        y["rangemode"] = "tozero"
+    return {
+        "margin": {"l": 68, "r": 12, "t": 8, "b": 44},
+        "font": {"family": "inherit", "size": 12, "color": "#333333"},
+        "hovermode": "x unified",
+        "xaxis": line,
+        "yaxis": y,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+        "showlegend": not plot.id.startswith("block"),  # too many names; a hover shows them
+    }
+
+
+def as_text(value: Any) -> str:
+    """Return a value as JSON; text stays unquoted, and numbers have five digits."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Return a run's results and machine, by name."""
+    last_step = max((line["step"] for line in run.lines), default=0)
+    stops = [event for event in run.events if event["event"] == "stop"]
+    shown = {"steps": f"{last_step:,} of {run.options['steps']:,}"}
+    shown |= {"exit code": as_text(int(stops[-1]["code"]))} if stops else {}
+    shown |= {name: as_text(values[-1]) for name in MEASURED if (values := run.course(name).values)}
+    shown |= {f"seconds: {name}": as_text(value) for name, value in run.summary.get("seconds_by_activity", {}).items()}
+    listed = {"devices": run.record["devices"], "versions": run.record["versions"]}
+    shown |= {name: ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in listed.items()}
+    shown["dataset (fingerprint)"] = run.record["dataset"]
+    shown["changes"] = "; ".join(", ".join(change) for change in run.record["changes"])
+    return shown
+
+
+def table(runs: list[Run], columns: list[dict[str, str]], differing: bool = False) -> str:
+    """Return a table with a column for each run. `differing`: only rows in which the runs differ."""
+    rows = [["", *(run.name for run in runs)]]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name, "") for column in columns]
+        if any(values) and (len(set(values)) > 1 or not differing):
+            rows.append([name, *values])
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def texts(title: str, shown: list[str]) -> str:
+    """Return texts of a run that a click on the title shows."""
+    return f"<details><summary>{escape(title)}</summary>{''.join(f'<pre>{escape(x)}</pre>' for x in shown)}</details>"
+
+
+def samples_and_jumps(run: Run) -> str:
+    """Return a run's samples and the texts of the steps whose loss jumped, newest first."""
+    parts = []
+    for line in reversed(run.lines):
+        if line.get("samples"):
+            parts.append(texts(f"{run.name}, step {line['step']:,}: samples", line["samples"]))
+        for kind in ("spike", "rollback"):
+            if kind in line:
+                about = {name: value for name, value in line[kind].items() if name != "texts"}
+                title = f"{run.name}, step {line['step']:,}: {kind} {json.dumps(about)}"
+                parts.append(texts(title, line[kind].get("texts") or []))
+    return "".join(parts)
+
+
+CSS = """
+body { max-width: 76rem; margin: 0 auto; padding: 2rem 1.5rem; font: 16px/1.5 system-ui, sans-serif; color: #222 }
+h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem } h3 { font-size: 0.95rem; margin: 1rem 0 0 }
+p, h3 { color: #555 } label { margin-right: 1rem }
+table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto }
+td { vertical-align: top; padding: 0.2rem 1.2rem 0.2rem 0; border-bottom: 1px solid #eee }
+pre { padding: 0.5rem; background: #f6f6f4; font-size: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere }
+summary { cursor: pointer; overflow-wrap: anywhere }
+.axis { position: sticky; top: 0; z-index: 5; background: #fff; padding: 0.5rem 0 }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(26rem, 1fr)); gap: 0.5rem 2rem }
+.plots section { min-width: 0 } #loss-section { grid-column: 1 / -1 } .plot { height: 20rem }
+"""
+SCRIPT = """
+function draw() {
+  const axis = document.querySelector("input[name=axis]:checked").value;
+  const places = report.axes.map((run) => new Map(run.step.map((step, i) => [step, run[axis][i]])));
+  for (const { id, traces, layout } of report.plots) {
+    const moved = traces.map((trace) => ({ ...trace, x: trace.x.map((step) => places[trace.meta].get(step)) }));
+    const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] } };
+    Plotly.react(id, moved, { ...layout, xaxis }, { displayModeBar: false, responsive: true });
+  }
+}
+for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", draw);
+draw();
+"""
+
+
+def page(runs: list[Run]) -> str:
+    """Return the page, as HTML that fetches nothing."""
+    for run in runs:
+        add_ratios(run.lines)
+    drawn = [(plot, lines) for plot in PLOTS if (lines := traces(plot, runs))]
+    axes = []
+    for run in runs:
+        steps = sorted({line["step"] for line in run.lines})
+        axes.append({axis: six_digits(run.along(axis, steps)) for axis in AXES})
+    plots = [{"id": plot.id, "traces": lines, "layout": layout(plot)} for plot, lines in drawn]
+    data = json.dumps({"plots": plots, "axes": axes, "axis_names": AXES}, allow_nan=False).replace("<", "\\u003c")
+    title = escape(", ".join(run.name for run in runs))
+    made = escape(f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} from {', '.join(run.folder for run in runs)}")
+    all_options = [{name: as_text(value) for name, value in run.options.items()} for run in runs]
+    differing = f"<h2>Options that differ</h2>{table(runs, all_options, differing=True)}" if len(runs) > 1 else ""
+    radio = '<label><input type="radio" name="axis" value="{}" checked> {}</label>'  # the last one stays checked
+    choice = "".join(radio.format(axis, name) for axis, name in AXES.items())
+    sections = "".join(
+        f'<section id="{plot.id}-section"><h3>{plot.title}</h3><div class="plot" id="{plot.id}"></div></section>'
+        for plot, _ in drawn
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<link rel="icon" href="data:,"><style>{CSS}</style><script>{get_plotlyjs()}</script></head>
+<body><h1>{title}</h1><p>{made}</p>{table(runs, [facts(run) for run in runs])}{differing}
+<h2>Plots</h2><div class="axis">against&ensp;{choice}</div><div class="plots">{sections}</div>
+<h2>Samples and jumps of the loss</h2>{"".join(samples_and_jumps(run) for run in runs)}
+<h2>Options</h2><details><summary>All options</summary>{table(runs, all_options)}</details>
+<script>const report = {data};{SCRIPT}</script></body></html>
+"""
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    if not arguments.runs:
+        raise UserError("name at least one run's folder: python -m tools.report runs/small")
+    runs = read_runs(list(arguments.runs))
+    folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
+    out = Path(arguments.out or folder / "report.html")
+    try:
+        write_whole(out, page(runs))
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    return Exit.COMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main, "interrupted"))
