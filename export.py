@@ -14,7 +14,6 @@ from flax import nnx
 from jaxtyping import Int
 
 from configs.command_line import parse_arguments
-from configs.ramp import Ramp
 from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
@@ -24,7 +23,7 @@ from interchange.folders import write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
-from run.record import at_hand, scores
+from run.record import Events, at_hand, batch_of, scores
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 from training.state import split_model
@@ -95,7 +94,8 @@ def main() -> int:
         write_safetensors(out, shards, config, tokenizer)
     else:
         bits = scores(folder) | (scores(folder, "average_val_bpb") if arguments.average else {})
-        card = partial(model_card, config, step, Ramp.of(config.batch).tokens(step), bits.get(step), arguments.license)
+        tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
+        card = partial(model_card, config, step, tokens, bits.get(step), arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:

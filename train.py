@@ -21,9 +21,9 @@ from run.folder import RunLock
 from run.goodput import Times
 from run.hooks.judge import roll_back
 from run.notify import tell_of_failure
+from run.programs import TrainSteps, batches_after, compile_train_steps
 from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
 from run.record import Record
-from run.stages import Program, batches_from, compile_stages, step_after
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,16 @@ class Arguments:
 
 
 def take_steps(
-    start: Callable[[Start | None], tuple[Progress, Iterator[Any]]],
-    programs: list[Program],
+    start: Callable[[Start | None], tuple[Progress, TrainSteps, Iterator[Any]]],
     idle: hooks.Idle,
     hook_list: Sequence[Hook],
     stop: Stop,
     go_back: Callable[[Progress, Exception], Start | None],
 ) -> tuple[Progress, str]:
     """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
-    up. `start(begins)` returns the run's progress and the next batches, after `begins` or the newest checkpoint.
+    up. `start(begins)` returns the run's progress, programs and next batches, after `begins` or the newest checkpoint.
     `go_back` records a rollback or a lack of memory and returns `begins`, or raises another error of the devices."""
-    run, batches = start(None)
+    run, programs, batches = start(None)
     with ExitStack() as opened, stop.heeded():
         begin_all(hook_list, run, opened)
         try:
@@ -58,7 +57,7 @@ def take_steps(
                     for hook in hook_list:
                         hook.before_step(run)
                     batch = idle.next_of(batches, run)
-                    train_step = step_after(programs, run.step, run.config.diagnostics.every_steps)
+                    train_step = programs.after(run.step, run.config.diagnostics.every_steps)
                     with run.clock.waiting():  # a CPU's call waits for the step before it
                         run.state, metrics = train_step(run.state, batch)
                     run.step += 1
@@ -74,7 +73,7 @@ def take_steps(
                             return run, ""  # nothing to save: the newest checkpoint is of this step
                         if begins is None:
                             run.drop_state()
-                        run, batches = start(begins)
+                        run, programs, batches = start(begins)
                     begin_all(hook_list, run, opened)
             for hook in hook_list:
                 hook.finish(run)
@@ -98,8 +97,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     # The network, its text, its record and its checkpoints.
     fitting = Fitting(config, arguments.memory)
-    builds, text, evaluator = session.open_training(fitting.first())
-    built = builds[-1]  # for everything that does not depend on the size of a step
+    built, text, evaluator = session.open_training(fitting.first())
     config = built.config
     past, checkpoints = session.open_folder(built, text, arguments.accept_changes, lock, record)
     if message := session.why_nothing_to_do(config, past, checkpoints):
@@ -111,10 +109,8 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         return Exit.FAILED
 
     # The programs, of as many rows as fit.
-    programs: list[Program] = []
     with explain_out_of_memory(mistake=True):
-        builds = fitting.compile(programs, builds, checkpoints.newest, times)
-    built = builds[-1]
+        built, programs = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, evaluator.on(built)
 
     # The hooks around a step, in this order.
@@ -127,25 +123,26 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
     hook_list.append(hooks.Overfitting(config, log))
 
-    def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
+    def start(begins: Start | None) -> tuple[Progress, TrainSteps, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""
         begins = begins or session.resume(built, text.tokenizer, checkpoints, times)
-        compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
-        session.record_start(builds[-1], text, changes, begins, times)
-        batches = batches_from(begins, builds, text)
-        return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
+        session.record_start(built, text, changes, begins, times)
+        batches = batches_after(begins, built, text)
+        progress = Progress(config, begins, batches)
+        return progress, programs, train_batches(batches, built.batch_sharding, config.data.workers)
 
     def go_back(run: Progress, reason: Exception) -> Start | None:
         """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
+        nonlocal built, programs
         if isinstance(reason, Jumped):
             return roll_back(save, times, run, reason)
-        builds[:] = fitting.halved(builds, run, reason)
-        programs.clear()
+        built = fitting.halved(built, run, reason)
+        programs = compile_train_steps(built, times)
         save.newest()  # once it is whole: it may be needed
         return run.here()
 
     with explain_out_of_memory(), times.during("steps"):
-        run, gave_up = take_steps(start, programs, idle, hook_list, stop, go_back)
+        run, gave_up = take_steps(start, idle, hook_list, stop, go_back)
     if gave_up:
         gave_up += f"; {save.described()}"
     with times.during("saving"), limited(config.hang, "the end of saving"):

@@ -21,7 +21,6 @@ from typing import TextIO
 
 from configs.command_line import Exit, parse
 from configs.files import cache_dir
-from configs.ramp import Ramp
 from configs.schema import MEASURED, Config, DataConfig, UserError, free_to_change, options
 from configs.validation import require_steps
 from data.dataset import absolute
@@ -57,7 +56,7 @@ class Recipe:
         facts = {name: every[name] for name in text}
         if self.config.data.packing != "whole":
             facts["data.packing"] = "stream or best_fit"
-        return facts | {"tokens of the run": Ramp.of(self.config.batch).tokens(self.config.steps)}
+        return facts | {"tokens of the run": self.config.steps * self.config.batch.tokens_per_step}
 
     @cached_property
     def digest(self) -> str:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 import tyro
 
-from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, hints, options
 from configs.validation import check_types, resolved, validate, with_homes
 
@@ -105,7 +104,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
         config, given = replace(config, steps=0), given | {"steps"}
-    config = resolved(derive(with_ramp_spelled_out(config), given))
+    config = resolved(derive(config, given))
     validate(config)
     return config, with_homes(check_types(both.extra))
 

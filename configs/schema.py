@@ -148,18 +148,11 @@ class BatchConfig:
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens per row."""
     tokens_per_step: Positive[int] = 524_288
-    """Tokens of one optimizer step, over all devices and micro-batches. With a `ramp`, the size of step that the
-    optimizer's options refer to."""
+    """Tokens of one optimizer step, over all devices and micro-batches."""
     rows_per_device: Free[Positive[int] | Literal["auto"]] = "auto"
     """Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit its memory; if none
     fits, `model.loss_chunks`, `model.remat` and `mesh.fsdp` change too (docs/planning.md). If a complete step has fewer
     rows per device, the step is one micro-batch."""
-    ramp: str = ""
-    """A batch that grows. `0:65536,2e8:131072`: 65,536 tokens per step, and 131,072 once the run has seen 2e8 tokens.
-    Each stage is a program; all are compiled at the start (docs/batch-ramp.md). Empty: always `tokens_per_step`."""
-    ramp_scaling: Literal["none", "root", "linear"] = "none"
-    """Scaling with a `ramp`: none; or rates scale with the square root of a stage's size over `tokens_per_step`, or
-    linearly. Second moments then keep their half-life in tokens (arXiv:2507.07101)."""
 
     @property
     def rows(self) -> int:
@@ -176,11 +169,9 @@ class ScheduleConfig:
     """After the warmup: stay constant; fall by a half cosine; or stay, then fall linearly over the last `warmdown` of
     the run."""
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the warmup lasts for
-    the tokens of as many steps."""
+    """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak."""
     warmdown: Share = 0.65
-    """Share of the run's steps (with `batch.ramp`, of its tokens) in which the rate falls
-    (`warmup_constant_warmdown`)."""
+    """Share of the run's steps in which the rate falls (`warmup_constant_warmdown`)."""
     final: Share = 0.05
     """Final factor of the falling schedules."""
 
@@ -407,8 +398,7 @@ class Config:
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, the order of rows and the samples."""
     steps: NotNegative[int] = 1000
-    """Optimizer steps of the complete run. With `batch.ramp` they differ in size, and the start prints their total
-    tokens. 0: `epochs` give the number."""
+    """Optimizer steps of the complete run. 0: `epochs` give the number."""
     epochs: Positive[float] = 1.0
     """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""

@@ -242,8 +242,8 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
-    batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
-    Events(folder).add("start", step, position=position, **batch, **facts)
+    size = config.batch.tokens_per_step
+    Events(folder).add("start", step, position=position, tokens_per_step=size, **facts)
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 
-from configs.ramp import Ramp
 from configs.schema import Config
 from data.loader import StepBatches
 from run.metrics import Clock
@@ -74,8 +73,7 @@ class Progress:
             leaf.delete()
 
     def _tokens_since(self, step: int) -> int:
-        ramp = Ramp.of(self.config.batch)
-        return ramp.tokens(step) - ramp.tokens(self.start.step)
+        return (step - self.start.step) * self.config.batch.tokens_per_step
 
 
 class Due(NamedTuple):

@@ -5,7 +5,7 @@ Events are never rewritten; a resumed run drops metrics after its checkpoint (ru
 from the copy, and any machine can read it: a run in a bucket needs no other disk. Checkpoints are not part of it.
 
 `begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
-`start`: the step, the tokens of the data before it, tokens per step or the ramp, the code's hash, versions, devices and
+`start`: the step, the tokens of the data before it, tokens per step, the code's hash, versions, devices and
 mesh. `running`: the step, each minute. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of
 the data at which it continues. `out_of_memory`: the step before, and the rows that the run continues with. `stop`: the
 last step and the exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use
@@ -30,7 +30,6 @@ from etils import epath
 
 from configs.command_line import Exit
 from configs.files import append_whole
-from configs.ramp import Ramp
 from configs.retry import StorageLost, first_line, passes, patiently, role
 from configs.schema import UserError
 
@@ -114,15 +113,14 @@ def starts_in_vain(events: list[dict], newest: int) -> int:
     return count
 
 
-def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
+def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
     """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
-    batch. `ramp` applies if no start is recorded."""
+    batch. `tokens_per_step` applies if no start is recorded."""
     first = position = 0
     for event in events:
         if event["event"] == "start" and event["step"] <= step and "position" in event:
-            ramp = Ramp.read(event.get("ramp", ""), event["tokens_per_step"])
-            first, position = event["step"], event["position"]
-    return position + ramp.tokens(step) - ramp.tokens(first), ramp.stage(step).tokens_per_step
+            first, position, tokens_per_step = event["step"], event["position"], event["tokens_per_step"]
+    return position + (step - first) * tokens_per_step, tokens_per_step
 
 
 def rollbacks_to(events: list[dict], step: int) -> list[dict]:

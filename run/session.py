@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from configs.command_line import Exit
 from configs.files import cache_dir, write_picture, write_whole
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.retry import patiently
 from configs.schema import Config, UserError
 from configs.validation import validate
@@ -40,7 +39,7 @@ from run.notify import tell
 from run.progress import Progress, Start
 from run.record import Events, Record, of_average, read_metrics, rollbacks_to, scores, starts_in_vain
 from run.saver import Saver
-from training.build import Build, build_stages
+from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
 from training.state import average_begins, params_sha256
 
@@ -53,11 +52,10 @@ def check_processes(config: Config, cluster: Cluster) -> None:
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
-def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
-    """Return the builds of the run's stages, with the steps of `epochs` for `steps=0`, the text that it trains on, and
+def open_training(config: Config) -> tuple[Build, Text, Evaluator]:
+    """Return the run's build, with the steps of `epochs` for `steps=0`, the text that it trains on, and
     what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
-    builds = build_stages(config)
-    built = builds[-1]  # for everything that does not depend on the size of a step
+    built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     where = config.checkpoint.folder or config.run_dir
     begun = lambda: patiently(where, lambda: whole_steps(checkpoint_folder(config)))
@@ -69,15 +67,13 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
-    ramp = Ramp.of(config.batch)
-    rows = ramp.tokens(config.steps) // length
+    rows_per_step = micro_batches * rows
+    rows = config.steps * rows_per_step
     if not config.steps:
         rows = ceil(config.epochs * sum(map(len, text.train)))  # the last step may go beyond them
-        steps = ramp.steps_in(rows * length)
-        config = replace(config, steps=steps + (ramp.tokens(steps) < rows * length))
+        config = replace(config, steps=ceil(rows / rows_per_step))
         validate(config)
-        builds = build_stages(config)
-        built = builds[-1]
+        built = build(config)
     LOGGER.info(text.outlook(rows, length, config.data.max_epochs))
     if text.too_long:
         LOGGER.info(text.too_long)
@@ -91,7 +87,7 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
         LOGGER.info("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
-    return builds, text, evaluator
+    return built, text, evaluator
 
 
 def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record) -> tuple[Past, Saver]:

@@ -35,7 +35,6 @@ import tools.inspect as inspect_run
 import tools.report.__main__ as report
 import train
 from configs.command_line import Exit
-from configs.ramp import Ramp
 from configs.schema import UserError
 from hosts.machines import machines
 from hosts.runtime import run_command
@@ -349,7 +348,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.fitting.compile_stages", compiling)
+    monkeypatch.setattr("run.fitting.compile_train_steps", compiling)
     monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     log = capfd.readouterr().err
@@ -522,7 +521,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     monkeypatch.chdir(folder)
     options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
     text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer")
-    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_train_steps", Mock(side_effect=UserError("stop here")))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=less", *options, *text) == 2
     output = capfd.readouterr().out
     assert ": fewer than --eval.tokens=1,000,000, of " in output and "document(s): too few" in output
@@ -542,7 +541,7 @@ def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_w
     log = capfd.readouterr().err
     assert "give --data.tokenizer=start" in log and "preparing" not in log
     assert not Path("on new").exists()
-    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_train_steps", Mock(side_effect=UserError("stop here")))
     for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
         assert run("train", monkeypatch, *command, "--data.tokenizer=start", *options) == 2
         output = capfd.readouterr().out
@@ -639,7 +638,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     facts = Checkpoints(folder / "rolled").facts(120)
     assert facts["tokens"] == 120 * 512
     assert facts["position"] > max(facts["tokens"], rollbacks[-1]["rollback"]["position"])
-    assert batch_of(Events(folder / "rolled").read(), 120, Ramp.read("", 1)) == (facts["position"], 512)
+    assert batch_of(Events(folder / "rolled").read(), 120, 1) == (facts["position"], 512)
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
     # Kill it right after a rollback: it takes the same course.
     process = start(folder, "--run_dir=again", *rolling)

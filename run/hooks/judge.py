@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.schema import Config
 from hosts.runtime import on_first_process
 from run.goodput import Times
@@ -64,7 +63,7 @@ class Judge(Hook):
             run.losses.append(loss)
         if not factor or not loss > factor * usual:
             return []
-        batch = Ramp.of(self.config.batch).steps_in(run.position_after(read.step - 1))
+        batch = run.position_after(read.step - 1) // self.config.batch.tokens_per_step
         seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
         spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
         jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"

@@ -12,7 +12,6 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.schema import options
 from hosts.machines import peak_flops
 from hosts.peers import exchange
@@ -37,7 +36,7 @@ class ReadStep(NamedTuple):
 class Log(Hook):
     """Writes a line for each logged step. It reads a step's metrics while the next step runs, so the devices never wait
     for the host. It reads them at once only if a checkpoint or an evaluation of the same step follows.
-    Twelve attributes: one reading of the metrics serves the file, the bar and the signs of life."""
+    Eleven attributes: one reading of the metrics serves the file, the bar and the signs of life."""
 
     def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]], record: Record | None):
         """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
@@ -59,14 +58,10 @@ class Log(Hook):
         self.diagnosis = Diagnosis((line for line in lines if line["step"] <= run.step), self.config.optimizer)
         self.unread = [(step, metrics) for step, metrics in self.unread if step <= run.step]  # not what is done again
         self.is_pending = self.is_pending and self.unread != []
-        # In tokens if steps differ in size, for a correct time left.
-        ramp = Ramp.of(self.config.batch)
-        self.work, unit = (ramp.tokens, "token") if self.config.batch.ramp else (lambda step: step, "step")
         self.bar = tqdm(
-            total=self.work(self.config.steps),
-            initial=self.work(run.step),
-            unit=unit,
-            unit_scale=unit == "token",
+            total=self.config.steps,
+            initial=run.step,
+            unit="step",
             disable=None if jax.process_index() == 0 else True,  # None: if the output is no terminal
             dynamic_ncols=True,
         )
@@ -116,7 +111,7 @@ class Log(Hook):
             LOGGER.warning(self.writer.problem)
         shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(self.work(step) - self.bar.n)
+        self.bar.update(step - self.bar.n)
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
         self._note(step)

@@ -45,7 +45,7 @@ TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 OTHERS = """
     license val_source text_extensions separator exclude_ngrams_of name prompt source tokenizer text_column tasks
     topology stages budget sbatch path system host options reference parts only configs splits recipes
-    window_pattern ramp prompts on_event wandb steps hardware env secret image namespace service_account claim
+    window_pattern prompts on_event wandb steps hardware env secret image namespace service_account claim
     data_claim queue node_selector setup time project zones reservation network subnetwork
 """
 

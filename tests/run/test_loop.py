@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from configs.command_line import Exit
-from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
+from configs.schema import CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
 from hosts.stop import Stop
 from run.goodput import Times
 from run.hooks import Evaluate, Idle, Judge, Log, Save, Watch
 from run.hooks.judge import ENOUGH
+from run.programs import TrainSteps
 from run.progress import Due, due_after
 from run.record import read_metrics
-from run.stages import Program
 from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
 from train import take_steps
 
@@ -42,22 +42,21 @@ def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
     assert due(replace(config, eval=EvalConfig(20))) == []
 
 
-def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
-    """Take ten steps of 128 tokens, then steps of 256. The loss jumps at step 25; step 20 was saved before."""
-    batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp="0:128,1270:256")
+def test_positions_follow_rollbacks(make, tmp_path):
+    """The loss jumps at step 25; step 20 was saved before."""
     losses = [2.0] * 24 + [9.0] + [2.0] * 20
-    loop, _, saved = make(losses, batch=batch)
+    loop, _, saved = make(losses)
     loop.run(itertools.repeat({}))
-    assert loop.jump.position == 1280 + 15 * 256
+    assert loop.jump.position == 25 * TOKENS
     assert [(saved.facts[step]["tokens"], saved.facts[step]["position"]) for step in (10, 20)] == [
-        (1280, 1280),
-        (3840, 3840),
+        (10 * TOKENS, 10 * TOKENS),
+        (20 * TOKENS, 20 * TOKENS),
     ]
-    resumed = {"step": 20, "tokens": 3840, "position": loop.jump.position}
-    loop, _, saved = make([2.0] * 20, resumed, batch=batch)
+    resumed = {"step": 20, "tokens": 20 * TOKENS, "position": loop.jump.position}
+    loop, _, saved = make([2.0] * 20, resumed)
     assert not loop.run(itertools.repeat({}))[1]
-    assert (saved.facts[40]["tokens"], saved.facts[40]["position"]) == (1280 + 30 * 256, 1280 + 35 * 256)
-    assert read_metrics(tmp_path)[-1]["tokens"] == 1280 + 30 * 256
+    assert (saved.facts[40]["tokens"], saved.facts[40]["position"]) == (40 * TOKENS, 45 * TOKENS)
+    assert read_metrics(tmp_path)[-1]["tokens"] == 40 * TOKENS
 
 
 class Loop:
@@ -72,16 +71,16 @@ class Loop:
         seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
         evaluate = Evaluate(config, measure, lambda params: {}, saved, log)
         self.hooks = [watch, self.idle, log, Judge(config, log, save, seen), save, evaluate]
-        self.programs = [Program(0, train_step, train_step)]
+        self.programs = TrainSteps(train_step, train_step)
 
     def run(self, batches):
         """Return where the run is when it ends, and why it gave up."""
-        start = lambda begins: (self.progress, iter(batches))
+        start = lambda begins: (self.progress, self.programs, iter(batches))
 
         def go_back(run, jump):
             self.jump, self.was_stopping, run.stopping = jump, run.stopping, True
 
-        return take_steps(start, self.programs, self.idle, self.hooks, self.stop, go_back)  # pyright: ignore
+        return take_steps(start, self.idle, self.hooks, self.stop, go_back)  # pyright: ignore
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.files import write_whole
-from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, Positive, UserError
 from data.dataset import open_text, shortest
 from data.dataset_folder import open_dataset
@@ -128,7 +127,7 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
         facts.append(read_facts(open_dataset(name, options, config.model.vocab_size, cache), length))
         places.append(name if "://" in name else str(facts[-1].dataset.folder))
         print(describe(facts[-1], places[-1]))
-    mixture, tokens = Mixture(stages, length) if is_run else None, Ramp.of(config.batch).tokens(config.steps)
+    mixture, tokens = Mixture(stages, length) if is_run else None, config.steps * config.batch.tokens_per_step
     try:
         write_whole(out, dataset_page(shortest(places), facts, length, mixture, tokens))
     except OSError as error:
@@ -139,7 +138,7 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
 def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> None:
     """Print the rows of a step's batch."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
+    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
     first_of = open_dataset(read_source(config.data.source)[0][0], config.data, config.model.vocab_size, cache)
     vocab_size = max(config.model.vocab_size, first_of.tokenizer.vocab_size)  # a dataset folder has its own

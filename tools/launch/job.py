@@ -5,7 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from os.path import normpath
@@ -15,7 +15,6 @@ from typing import Any
 
 from configs.command_line import Exit, parse
 from configs.files import cache_dir
-from configs.ramp import Ramp
 from configs.schema import Config, DataConfig, NotNegative, UserError, options
 from data.mixture import read_source
 from hosts.machines import Topology, name_of
@@ -168,8 +167,7 @@ def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
         raise UserError("train.py's arguments are missing; they follow after --: -- --config=configs/small.py")
     config, _ = parse("Arguments of train.py, after --.", TrainOptions, train)
     shape = mesh_shape(config.mesh, hardware.devices, f"{hardware.devices} devices of {hardware}")
-    for stage in Ramp.of(config.batch).stages:
-        step_shape(replace(config.batch, tokens_per_step=stage.tokens_per_step), dict(zip(AXES, shape)))
+    step_shape(config.batch, dict(zip(AXES, shape)))
     env, secrets = variables(given.env, "env"), variables(given.secret, "secret")
     name, code = job_name(given.name, config.name), pack(Path.cwd())
     require_seen(config, train, code.names, mounts)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.command_line import config_from_json
-from configs.ramp import Ramp
 from configs.schema import UserError, options
 from run.record import Events, at_hand, place, read_metrics
 
@@ -37,7 +36,6 @@ class Run:
     folder: str
     options: dict[str, Any]
     """By their command-line names."""
-    ramp: Ramp
     record: dict[str, Any]
     """config.json: `versions`, `devices`, `dataset`, `changes`."""
     lines: list[dict]
@@ -107,8 +105,7 @@ def read_run(folder: str | Path) -> Run:
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
     summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else None
-    ramp, events = Ramp.of(config.batch), Events(folder).read()
-    return Run(config.name, given, options(config), ramp, record, lines, events, summary)
+    return Run(config.name, given, options(config), record, lines, Events(folder).read(), summary)
 
 
 def read_comparisons(folder: str) -> list[dict[str, Any]]:

@@ -50,7 +50,8 @@ def state(run: Run, now: float) -> Sentence:
         after = f"after step {step:,} of {steps:,}: it was killed, or hangs."
         return Sentence(f"Nothing was written for {duration(silence)}, {after}", True)
     rates = run.course("tokens_per_second").values
-    left = (run.ramp.tokens(steps) - run.ramp.tokens(step)) / median(rates[-8:]) if rates else 0
+    size = int(run.options["batch.tokens_per_step"])
+    left = (steps - step) * size / median(rates[-8:]) if rates else 0
     rest = f"; {duration(left)} of training are left at its present rate" if left else ""
     return Sentence(f"Running: step {step:,} of {steps:,} ({percent(step / steps)}){rest}.")
 
@@ -186,7 +187,7 @@ def noise(run: Run) -> Iterator[Sentence]:
         return
     line, rough = lines[-1], ", roughly, from AdamW's moments" * (name == "noise_scale_moments")
     scale, least, most = (number(line, "diagnostics", f"{name}{end}") for end in ("", "_low", "_high"))
-    batch = (run.course("valid_tokens").values or [run.ramp.stage(line["step"] - 1).tokens_per_step])[-1]
+    batch = (run.course("valid_tokens").values or [run.options["batch.tokens_per_step"]])[-1]
     if scale is None or scale <= 0 or (least is not None and most is None):
         size = "smaller" if batch < (least or 0) else "larger: whether it is too large is not known yet"
         bound = f"The noise scale is at least {quantity(least or 0)} tokens{rough}"

@@ -96,8 +96,6 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     """Run the stages, one after the other. Each logs its decision when it ends."""
     stages = stages_of(arguments.stages)
     require_steps(config)
-    if config.batch.ramp:
-        raise UserError(f"--batch.ramp={config.batch.ramp}: tools.tune tunes a constant batch; leave the ramp out")
     if arguments.topology and stages != ["fit"]:
         raise UserError(f"--topology={arguments.topology} can be compiled for, not run on: give --stages=fit")
     devices = devices_of(arguments.topology)

@@ -116,10 +116,7 @@ def noise_decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
     last = max(pieces)
     if float(pieces[last]["high"]) < batch:
-        what = (
-            f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later; a ramp "
-            f"(--batch.ramp) can start small"
-        )
+        what = f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later"
     elif float(pieces[last]["low"]) > batch:
         what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
     else:
@@ -282,5 +279,5 @@ def branch_decision(losses: dict[tuple[float, Rule], list[float]], batch: int, s
         f"over held-out text, not over seeds: {shown}"
     )
     if factor < 1:  # the critical batch grows along the run
-        says += "; the batch stays: a smaller one would be too small later; a ramp (--batch.ramp) can start small"
+        says += "; the batch stays: a smaller one would be too small later"
     return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor > 1 else {})

@@ -16,8 +16,8 @@ from configs.validation import validate
 from data.loader import to_devices
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
 from run.fitting import program_bytes
+from run.programs import batches_after
 from run.progress import Start
-from run.stages import batches_from
 from tools.plan.search import halvings
 from tools.programs.compiled import compile_step
 from tools.tune.statistics import mean, slowdowns
@@ -249,7 +249,7 @@ def _prepared(context: Context, candidate: Candidate, programs: dict[Candidate, 
     """Return a candidate's program, the run's first batch in its shape, and its abstract state."""
     made = build(with_options(context.config, candidate.options))
     program = programs.get(candidate) or compile_step(made)
-    first = batches_from(Start(made.abstract_state), [made], context.text)[0]
+    first = batches_after(Start(made.abstract_state), made, context.text)[0]
     batch = to_devices(first, made.batch_shape, made.batch_sharding)
     return program, batch, made.abstract_state
 

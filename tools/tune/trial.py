@@ -18,10 +18,10 @@ from run import hooks
 from run.checkpoint import Checkpoints
 from run.folder import RunLock, accept, open_run, require_checkpoints
 from run.goodput import Times
+from run.programs import batches_after, compile_train_steps
 from run.progress import Progress, Start
 from run.record import Record as RunRecord
 from run.session import open_checkpoints, resume
-from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
 from training.build import Build, build
@@ -123,17 +123,17 @@ class Context:
                 checkpoints.close()
                 return begins.state.params
             LOGGER.info(f"{name}: steps {begins.step + 1} to {until}")
-            programs: list[Program] = []
-            compile_stages(programs, [built], begins.step, times)
+            programs = compile_train_steps(built, times)
             accept(config, text.fingerprint, [], begins.step, begins.position)
-            batches = batches_from(begins, [built], text)
+            batches = batches_after(begins, built, text)
             progress = Progress(config, begins, batches)
-            start = lambda begins: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
+            loaded = train_batches(batches, built.batch_sharding, config.data.workers)
+            start = lambda begins: (progress, programs, loaded)
             watch, idle = hooks.Watch(config, times), hooks.Idle(times)
             log = hooks.Log(built, watch, lambda position: {}, None)
             save = hooks.Save(config, checkpoints, text.fingerprint, watch)
             hook_list = [watch, idle, log, hooks.Judge(config, log, save, text.seen), save]
-            run, gave_up = take_steps(start, programs, idle, hook_list, Until(self.stop, until), again)
+            run, gave_up = take_steps(start, idle, hook_list, Until(self.stop, until), again)
             checkpoints.close()
         if gave_up:
             LOGGER.info(f"{name}: {gave_up}")

@@ -11,7 +11,7 @@ from run.goodput import Times
 from run.hooks import History, Log, Watch
 from run.metrics import MetricsWriter
 from run.record import Events, read_metrics
-from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
+from tests.run.hooks.runs import NOTHING, built_of, config_of, progress
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
         log.after_step(run, metrics, NOTHING._replace(log=step == 5))  # pyright: ignore
     log.close(), watch.close()
     assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 once step 6 has started
-    assert watch.watchdog.each[1] == pytest.approx(60 / (4 * TOKENS))
+    assert watch.watchdog.each[1] == pytest.approx(15)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
         ([V5E, "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
         ([V5E, "--batch.tokens_per_step=2048", "--search"], "1 rows of 2048 tokens, which 16 devices"),
         ([V5E, "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
-        ([V5E, "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
         ([V5E, "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
         ([V5E, "--picture=plan.xyz"], "--picture=plan.xyz cannot be written: Format 'xyz' is not supported"),
     ],

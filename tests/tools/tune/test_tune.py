@@ -132,7 +132,6 @@ def pretended(folder, monkeypatch):
         (["--stages=fit,speed"], "--stages=fit,speed: 'speed' is not one of fit, time, noise, rate, branch"),
         (["--budget=much"], "--budget=much is not a share of the run's FLOPs; give 3%, or 0 for no limit"),
         (["--budget=-1%"], "--budget=-1% is not a share"),
-        (["--batch.ramp=0:256,1e3:512"], "tools.tune tunes a constant batch; leave the ramp out"),
         (["--stages=fit", "--stages=time"], "time needs the results of fit, and there are none yet; give fit, too"),
         (["--stages=fit,time --topology=v5e:2x2"], "can be compiled for, not run on: give --stages=fit"),
         (["--stages=noise,rate --budget=1%"], "noise needs at least 2% of the run's FLOPs, and 1% are left; rate"),
