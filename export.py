@@ -56,8 +56,6 @@ class Arguments:
     """A new folder."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     format: Literal["hf", "safetensors"] = "hf"
     """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
     lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
@@ -88,18 +86,18 @@ def main() -> int:
     if is_network(folder):
         raise UserError(f"--run_dir={arguments.run_dir} is a network, not a run: give the run that it is from")
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
-    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step, arguments.average)
+    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        bits = scores(folder) | (scores(folder, "average_val_bpb") if arguments.average else {})
+        bits = scores(folder)
         tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
         card = partial(model_card, config, step, tokens, bits.get(step), arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
-        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step, arguments.average)
+        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
 

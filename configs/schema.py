@@ -261,9 +261,6 @@ class OptimizerConfig:
     """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
-    average: Share = 0.0
-    """Share of the steps, the last ones, over which the parameters are averaged with equal weights (docs/step.md).
-    Training is unchanged. The average is evaluated too, and other commands use it. 0: none."""
 
 
 @dataclass(frozen=True)

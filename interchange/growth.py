@@ -62,7 +62,7 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
         return built.create_state()._replace(params=params)
     checkpoints = Checkpoints(theirs.checkpoint.folder or folder)
     try:
-        state, _ = checkpoints.restore(checkpoints.newest, stored._replace(average=None))
+        state, _ = checkpoints.restore(checkpoints.newest, stored)
     except Damaged as error:
         raise NoCheckpoint(f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}") from error
     zero = lambda array: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
@@ -71,7 +71,6 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
         params=grown(state.params, built.abstract_state.params, used),
         opt_state=grown(state.opt_state, built.abstract_state.opt_state, np.zeros(size, bool)),
         skipped_steps=zero(state.skipped_steps),
-        average=jax.tree.map(zero, built.abstract_state.average),
     )
 
 

@@ -40,7 +40,7 @@ COMPILATIONS = 3
 CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
 DECIDE = (
     *("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents"),
-    *("optimizer.matrices.kind", "optimizer.average"),
+    "optimizer.matrices.kind",
 )
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2

@@ -165,12 +165,6 @@ def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
     return {line["step"]: figure for line in read_metrics(run_dir) if (figure := line.get(name)) is not None}
 
 
-def of_average(figures: dict) -> str:
-    """Return the bits per byte of the parameters' average in words; empty if they were not measured."""
-    bits = figures.get("average_val_bpb")
-    return "" if bits is None else f"; with the average of the parameters {bits:.4f}"
-
-
 def place(folder: str | Path) -> epath.Path:
     """Return a folder's path, on a disk or in a bucket (`gs://`)."""
     if not str(folder).startswith("gs://"):

@@ -13,7 +13,6 @@ from shlex import quote
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from configs.command_line import Exit
@@ -37,11 +36,11 @@ from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, requi
 from run.goodput import Times, goodput, summed_up
 from run.notify import tell
 from run.progress import Progress, Start
-from run.record import Events, Record, of_average, read_metrics, rollbacks_to, scores, starts_in_vain
+from run.record import Events, Record, read_metrics, rollbacks_to, scores, starts_in_vain
 from run.saver import Saver
 from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
-from training.state import average_begins, params_sha256
+from training.state import params_sha256
 
 STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
 
@@ -158,14 +157,7 @@ def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Ti
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
-    step, begins = facts["step"], average_begins(config)
-    if built.abstract_state.average and not state.average:  # the option is new
-        if step > begins:
-            raise UserError(
-                f"--optimizer.average={config.optimizer.average} is of the steps after {begins}, and the run has come "
-                f"to step {step} without an average; at most {1 - step / config.steps:.6g} would work"
-            )
-        state = state._replace(average=jax.tree.map(jnp.copy, state.params))
+    step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
     LOGGER.info(f"continuing after step {step} of {config.steps}")
     return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
@@ -220,9 +212,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
             f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it"
         )
     else:
-        digests = {"params_sha256": params_sha256(run.state.params, config.model)}  # gathered from all processes
-        if run.state.average:
-            digests["average_sha256"] = params_sha256(run.state.average, config.model)
+        digest = params_sha256(run.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, as reported
@@ -234,7 +224,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
         return code
 
     skipped, tokens, seconds = int(run.state.skipped_steps), run.tokens_after(run.step), run.clock.seconds
-    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
+    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, params_sha256=digest)
     summary["goodput"] = spent
     plot_loss(run_dir)
     # The last file: it marks the run as complete.
@@ -244,7 +234,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
-        f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
         f"{summed_up(spent)}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
@@ -259,8 +249,6 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
-    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
     losses |= {"core": core} if (core := newest("core")) is not None else {}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
@@ -281,8 +269,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    if average := course("average_val_loss"):
-        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

@@ -176,11 +176,11 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_diagnostics_and_an_average_ends_like_one_without(folder, monkeypatch):
+def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
-    measured = ("--run_dir=measured", "--diagnostics.every_steps=4", "--optimizer.average=0.5")
+    measured = ("--run_dir=measured", "--diagnostics.every_steps=4")
     for started in [start(folder, *options, *more) for more in (["--run_dir=plain"], measured)]:
         finish(started)
     logged = lambda name: [line for line in lines_of(folder / name) if "loss" in line]

@@ -14,7 +14,7 @@ from training.diagnostics import make_measure
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.schedule import Schedule
-from training.state import TrainState, abstract_state, average_begins, compute_dtype, create_state
+from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
@@ -49,8 +49,7 @@ class Build(NamedTuple):
 
     def create_state(self) -> TrainState:
         """Return the state before step 0, already sharded."""
-        averages = self.config.optimizer.average > 0
-        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed, averages)
+        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, types and shardings of a step's batch."""
@@ -66,11 +65,10 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
     optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
-    state = abstract_state(config.model, optimizer, mesh, config.optimizer.average > 0)
+    state = abstract_state(config.model, optimizer, mesh)
     of_step = (config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm, config.seed)
     train_step, measuring_step = (
-        make_train_step(*of_step, average_begins(config), measure, config.deterministic)
-        for measure in (None, make_measure(config.model, mesh))
+        make_train_step(*of_step, measure, config.deterministic) for measure in (None, make_measure(config.model, mesh))
     )
     shape, eval_step = batch_shape(config.batch, mesh), make_eval_step(config.model, dtype, mesh)
     return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)

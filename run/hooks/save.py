@@ -12,7 +12,6 @@ from model.gpt import parameter_shapes
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Hook, Progress
 from run.saver import Saver
-from training.state import begun_average
 from training.step import Metrics
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -73,9 +72,8 @@ class Save(Hook):
         kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
-        state = run.state._replace(average=begun_average(run.state, self.config, run.step))
         with self.watch.away("saving", "saving"):
-            self.checkpoints.save(run.step, state, {**position, **kept, **origin})
+            self.checkpoints.save(run.step, run.state, {**position, **kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
 
     def _is_old(self) -> bool:

@@ -98,7 +98,7 @@ def make(tmp_path, messages):
             return state, metrics
 
         saved, run = Saved(), progress(config, **(resumed or {}))
-        measure = measure or (lambda params, average: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
+        measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
         return Loop(built_of(config), run, train_step, measure, saved, stop or Stop()), messages, saved
 
     return make
@@ -127,7 +127,7 @@ def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
 
 
 def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(make, tmp_path):
-    def killed(params, average):
+    def killed(params):
         if saved.steps:
             raise SystemExit
         return {"val_loss": 3.0, "val_bpb": 2.0, "samples": []}

@@ -70,12 +70,10 @@ def _of_training(runs: list[Run]) -> list[Figure]:
     errors = lambda run: {"type": "data", "array": short(run.course("core_stderr").values), "thickness": 1}
     core = [line._replace(style={"mode": "lines+markers", "error_y": errors(line.run)}) for line in _each(runs, "core")]
     about_core = "guessing is 0, all right is 1; bars: standard errors"
-    dotted = {"line": {"dash": "dot"}}
-    bits = [line._replace(name=f"{line.name}, average", style=dotted) for line in _each(runs, "average_val_bpb")]
     tasks, about_tasks = _groups(runs, "core_tasks"), f"guessing is 0; {_by(runs, 'task')}"
     return [
         _figure("loss", "Loss", "nats a token", about, loss, LOGGED),
-        _figure("bits", "Validation", "bits per byte", "", _each(runs, "val_bpb") + bits, "an evaluation"),
+        _figure("bits", "Validation", "bits per byte", "", _each(runs, "val_bpb"), "an evaluation"),
         _figure("gradients", "Norms of gradients", "norm", f"before the clip, {by_group}", norms, LOGGED, log=True),
         _figure("rates", "Learning rates", "rate", by_group, rates, LOGGED, log=True),
         _figure("epochs", "Epochs", "passes over the text", _by(runs, "source"), epochs, LOGGED),

@@ -61,17 +61,17 @@ def small(mesh: MeshConfig) -> Candidate:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind", "average"),
-    [({}, "muon", 0.1), ({"fsdp": 2, "tensor": 2}, "muon", 0.0), ({"fsdp": 4}, "adamw", 0.1)],
+    ("mesh", "kind"),
+    [({}, "muon"), ({"fsdp": 2, "tensor": 2}, "muon"), ({"fsdp": 4}, "adamw")],
 )
-def test_parameters_and_moments_equal_the_state_s(mesh, kind, average):
+def test_parameters_and_moments_equal_the_state_s(mesh, kind):
     config = tiny_config(**ALL_FEATURES, width=64)
-    config = with_options(config, {"optimizer.matrices.kind": kind, "optimizer.average": average})
+    config = with_options(config, {"optimizer.matrices.kind": kind})
     of = candidate("h200:8", config, **mesh)
     built = build(of.config, jax.devices()[:8])
     size = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
     parts = memory(of)
-    assert parts["parameters"] == size((built.abstract_state.params, built.abstract_state.average))
+    assert parts["parameters"] == size(built.abstract_state.params)
     # The optimizer stores step counts in a few 32-bit numbers.
     assert 0 <= size(built.abstract_state.opt_state) - parts["moments"] <= 64
     assert parts["batch"] == size(built.abstract_batch())
@@ -251,7 +251,7 @@ def test_preemptions_take_half_an_interval_and_a_restart_each():
 
 
 def test_a_checkpoint_has_the_bytes_of_the_state():
-    changes = {"optimizer.matrices.kind": "muon", "optimizer.average": 0.1}
+    changes = {"optimizer.matrices.kind": "muon"}
     of = candidate("v5e:4x4", with_options(tiny_config(rows=16), changes))
     state = build(of.config, jax.devices()[:1]).abstract_state
     saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
