@@ -10,7 +10,7 @@ import jax
 
 from configs.command_line import Exit, parse
 from configs.messages import LOGGER, outlive_the_log
-from configs.schema import Config, NotNegative
+from configs.schema import Config, NotNegative, Positive
 from data.loader import train_batches
 from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
@@ -19,10 +19,9 @@ from run import hooks, session
 from run.fitting import Fitting, explain_out_of_memory
 from run.folder import RunLock
 from run.goodput import Times
-from run.hooks.judge import roll_back
 from run.notify import tell_of_failure
 from run.programs import TrainSteps, batches_after, compile_train_steps
-from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
+from run.progress import GaveUp, Hook, Progress, Start, due_after
 from run.record import Record
 
 
@@ -33,6 +32,9 @@ class Arguments:
     accept_changes: bool = False
     """Resume a run although options that change its result differ from the first start's. config.json and metrics.jsonl
     record the changes."""
+    resume_step: Positive[int] | None = None
+    """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/. After a jump of the loss,
+    another `--seed` with `--accept_changes` gives the coming steps other rows."""
     memory: NotNegative[float] = 0.0
     """GiB of a device, in place of what it reports, for `--batch.rows_per_device=auto`. A CPU reports the memory that
     the machine has available."""
@@ -47,7 +49,7 @@ def take_steps(
 ) -> tuple[Progress, str]:
     """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
     up. `start(begins)` returns the run's progress, programs and next batches, after `begins` or the newest checkpoint.
-    `go_back` records a rollback or a lack of memory and returns `begins`, or raises another error of the devices."""
+    `go_back` records a lack of memory and returns `begins`, or raises another error of the devices."""
     run, programs, batches = start(None)
     with ExitStack() as opened, stop.heeded():
         begin_all(hook_list, run, opened)
@@ -65,7 +67,7 @@ def take_steps(
                     due = due_after(run.step, run.config, last=run.is_last, soon=run.save_soon)
                     for hook in hook_list:
                         hook.after_step(run, metrics, due)
-                except (Jumped, jax.errors.JaxRuntimeError) as reason:
+                except jax.errors.JaxRuntimeError as reason:
                     opened.close()
                     with stop.unheeded():
                         begins = go_back(run, reason)
@@ -99,7 +101,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     fitting = Fitting(config, arguments.memory)
     built, text, evaluator = session.open_training(fitting.first())
     config = built.config
-    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, lock, record)
+    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock, record)
     if message := session.why_nothing_to_do(config, past, checkpoints):
         LOGGER.info(message)
         session.copy_record(config, record)
@@ -115,9 +117,9 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     # The hooks around a step, in this order.
     watch, idle = hooks.Watch(config, times), hooks.Idle(times)
-    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]), record)
+    log = hooks.Log(built, watch, lambda tokens: text.epochs(tokens // built.batch_shape[2]), record)
     save = hooks.Save(config, checkpoints, text.fingerprint, watch)
-    judge = hooks.Judge(config, log, save, text.seen)
+    judge = hooks.Judge(config, log, text.seen)
     evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
     changes = list(past.changes)
     hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
@@ -132,10 +134,8 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         return progress, programs, train_batches(batches, built.batch_sharding, config.data.workers)
 
     def go_back(run: Progress, reason: Exception) -> Start | None:
-        """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
+        """Return the same state, if it is left, when the memory ran out."""
         nonlocal built, programs
-        if isinstance(reason, Jumped):
-            return roll_back(save, times, run, reason)
         built = fitting.halved(built, run, reason)
         programs = compile_train_steps(built, times)
         save.newest()  # once it is whole: it may be needed

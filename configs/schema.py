@@ -309,9 +309,6 @@ class StabilityConfig:
     spike_factor: NotNegative[float] = 1.5
     """Report a step, with its rows, if its loss exceeds this many times the median of the 64 steps before it. 0:
     none."""
-    rollback: bool = False
-    """Then return to the newest checkpoint, and skip the batches up to and including that step's. metrics.jsonl records
-    it, and a resumed run repeats it exactly. Three rollbacks to one checkpoint end the run."""
 
 
 @dataclass(frozen=True)
@@ -343,8 +340,8 @@ class LogConfig:
     every_steps: Positive[int] = 10
     """Steps between lines of metrics.jsonl and points in TensorBoard."""
     on_event: str = ""
-    """A command for the shell, started on the first process at a jump of the loss, a rollback, overfitting, a failure
-    and the end. TOKENSUM_EVENT (`spike`, `rollback`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
+    """A command for the shell, started on the first process at a jump of the loss, overfitting, a failure and
+    the end. TOKENSUM_EVENT (`spike`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
     TOKENSUM_RUN and TOKENSUM_RUN_DIR describe the event. It runs in the background; its failure does not stop training.
     `python -m tools.launch tpu run` starts it too (docs/pods.md). config.json records the command unchanged, so take
     secrets from the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
@@ -426,7 +423,7 @@ class Config:
 
 # Options of the runs that a command makes to measure a recipe, whatever the recipe's own are.
 MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.folder": "", "checkpoint.keep": 1, "profile.steps": ""}
-MEASURED |= {"checkpoint.keep_every": 0, "stability.rollback": False, "log.on_event": "", "log.wandb": ""}
+MEASURED |= {"checkpoint.keep_every": 0, "log.on_event": "", "log.wandb": ""}
 
 
 def options(config: object, prefix: str = "") -> dict[str, object]:

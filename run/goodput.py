@@ -7,7 +7,7 @@
     data          waiting for the next batch while the devices had nothing to do
     evaluation    on held-out text, and sampling
     saving        the delay of training by checkpoints
-    lost          steps repeated after a kill or a rollback
+    lost          steps repeated after a kill
     down          from a process's last sign of life to the next start, unless the run was complete
 
 A process records its seconds in events.jsonl at its start, at its end, and once a minute. The last seconds before a

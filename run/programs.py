@@ -41,7 +41,7 @@ def compile_train_steps(built: Build, times: Times) -> TrainSteps:
 def batches_after(start: Start, built: Build, text: Text) -> StepBatches:
     """Return the batches of the steps after `start`."""
     config, shape = built.config, built.batch_shape
-    row = start.position // config.batch.sequence_length
+    row = start.tokens // config.batch.sequence_length
     mine = local_rows(shape, built.batch_sharding)
     return StepBatches(text.train, text.mixture, config.seed, shape, mine, text.document_bos, row)
 

@@ -5,11 +5,11 @@ Events are never rewritten; a resumed run drops metrics after its checkpoint (ru
 from the copy, and any machine can read it: a run in a bucket needs no other disk. Checkpoints are not part of it.
 
 `begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
-`start`: the step, the tokens of the data before it, tokens per step, the code's hash, versions, devices and
-mesh. `running`: the step, each minute. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of
-the data at which it continues. `out_of_memory`: the step before, and the rows that the run continues with. `stop`: the
-last step and the exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use
-of time: `start`, `running` and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
+`start`: the step, the tokens before it, tokens per step, the code's hash, versions, devices and mesh. `running`: the
+step, each minute. `saved`: a complete checkpoint. `went_back`: the older checkpoint of `--resume_step`.
+`out_of_memory`: the step before, and the rows that the run continues with. `stop`: the last step and the exit code.
+Events identify a run whose checkpoints are gone, the batch that each step saw, and the use of time: `start`, `running`
+and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
 """
 
 import json
@@ -70,7 +70,7 @@ class Events:
             except (ValueError, TypeError, LookupError) as error:
                 raise UserError(
                     f"{self.path}: line {number} is damaged, and may say at which batch the run continues; restore the "
-                    "file, or delete that line if the run was never rolled back"
+                    "file, or delete that line if the batch's size never changed"
                 ) from error
         return events
 
@@ -116,22 +116,11 @@ def starts_in_vain(events: list[dict], newest: int) -> int:
 def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
     """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
     batch. `tokens_per_step` applies if no start is recorded."""
-    first = position = 0
+    first = tokens = 0
     for event in events:
-        if event["event"] == "start" and event["step"] <= step and "position" in event:
-            first, position, tokens_per_step = event["step"], event["position"], event["tokens_per_step"]
-    return position + (step - first) * tokens_per_step, tokens_per_step
-
-
-def rollbacks_to(events: list[dict], step: int) -> list[dict]:
-    """Return the rollbacks to the checkpoint of `step`, since it was last saved."""
-    rollbacks: list[dict] = []
-    for event in events:
-        if event["step"] == step and event["event"] == "saved":
-            rollbacks = []
-        elif event["step"] == step and event["event"] == "rollback":
-            rollbacks.append(event)
-    return rollbacks
+        if event["event"] == "start" and event["step"] <= step and "tokens" in event:
+            first, tokens, tokens_per_step = event["step"], event["tokens"], event["tokens_per_step"]
+    return tokens + (step - first) * tokens_per_step, tokens_per_step
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:

@@ -7,6 +7,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from shlex import quote
@@ -19,7 +20,7 @@ from configs.command_line import Exit
 from configs.files import cache_dir, write_picture, write_whole
 from configs.messages import LOGGER
 from configs.retry import patiently
-from configs.schema import Config, UserError
+from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
 from data.tokenizer import TextTokenizer
@@ -36,7 +37,7 @@ from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, requi
 from run.goodput import Times, goodput, summed_up
 from run.notify import tell
 from run.progress import Progress, Start
-from run.record import Events, Record, read_metrics, rollbacks_to, scores, starts_in_vain
+from run.record import Events, Record, read_metrics, scores, starts_in_vain
 from run.saver import Saver
 from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
@@ -89,9 +90,11 @@ def open_training(config: Config) -> tuple[Build, Text, Evaluator]:
     return built, text, evaluator
 
 
-def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record) -> tuple[Past, Saver]:
-    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints. UserError if
-    the folder holds another run, or if the hosts cannot train together."""
+def open_folder(
+    built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock, record: Record
+) -> tuple[Past, Saver]:
+    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
+    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together."""
     config = built.config
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
@@ -100,19 +103,39 @@ def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, r
     on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, past)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
-        return past, open_checkpoints(config, record)
+        return past, open_checkpoints(config, record, resume_step)
 
 
-def open_checkpoints(config: Config, record: Record) -> Saver:
-    """Return the run's checkpoints. Raise UserError if they have more steps than the run should have."""
+def open_checkpoints(config: Config, record: Record, resume_step: int | None = None) -> Saver:
+    """Return the run's checkpoints, back at `resume_step`. Raise UserError if they have more steps than the run should
+    have."""
     run_dir = Path(config.run_dir)
     on_saved = lambda step: Events(run_dir).add("saved", step)
     checkpoints = Saver(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
     if not checkpoints.steps and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
+    if resume_step is not None:
+        go_back_to(resume_step, config, checkpoints)
     if checkpoints.newest > config.steps:
         raise UserError(f"--steps={config.steps}, but {run_dir} has come to step {checkpoints.newest} already")
     return checkpoints
+
+
+def go_back_to(step: int, config: Config, checkpoints: Saver) -> None:
+    """Set aside the checkpoints newer than `step`'s, and record it. Do nothing if the same command did so before: with
+    the same options the run would take the same course. Raise UserError if there is no such checkpoint."""
+    events = Events(config.run_dir)
+    deciding = {name: value for name, value in options(config).items() if not free_to_change(name)}
+    asked = {"step": step, "options_sha256": sha256(json.dumps(deciding).encode()).hexdigest()}
+    went_back = on_first_process(lambda: [event for event in events.read() if event["event"] == "went_back"])
+    if went_back and {name: went_back[-1][name] for name in asked} == asked:
+        LOGGER.info(f"--resume_step={step}: the run went back there in an earlier start, and continues")
+        return
+    if step not in checkpoints.steps:
+        held = ", ".join(map(str, checkpoints.steps)) or "none"
+        raise UserError(f"--resume_step={step}: {config.run_dir} holds no such checkpoint; it holds: {held}")
+    checkpoints.set_aside_after(step)
+    on_first_process(lambda: events.add("went_back", **asked))
 
 
 def why_nothing_to_do(config: Config, past: Past, checkpoints: Saver) -> str:
@@ -152,15 +175,13 @@ def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Ti
     `tokenizer`: the text's."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
-        events = on_first_process(Events(config.run_dir).read)
         restored = checkpoints.restore_newest(built.abstract_state)
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
     step = facts["step"]
-    position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
     LOGGER.info(f"continuing after step {step} of {config.steps}")
-    return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
+    return Start(state, step, facts["tokens"], facts["seconds"], tuple(facts["losses"]))
 
 
 def made_with(mesh: Mesh) -> dict[str, Any]:
@@ -179,7 +200,7 @@ def record_start(built: Build, text: Text, changes: list[str], start: Start, tim
     config = built.config
     with times.during("start"):
         facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
-        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
+        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.tokens, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
 

@@ -74,7 +74,7 @@ def write_run(
         {
             "event": "start",
             "step": 0,
-            "position": 0,
+            "tokens": 0,
             "tokens_per_step": batch,
             "parameters": 135_266_304,
             "seconds": spent,

@@ -1,4 +1,4 @@
-"""The hooks that write metrics.jsonl: the lines of logged steps, changes of options, and rollbacks."""
+"""The hooks that write metrics.jsonl: the lines of logged steps, and changes of options."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ from run.hooks.watch import Watch
 from run.metrics import MetricsWriter
 from run.notify import Wandb
 from run.progress import Due, Hook, Progress
-from run.record import Events, Record, read_metrics, rollbacks_to
+from run.record import Events, Record, read_metrics
 from training.build import Build
 from training.step import Metrics
 
@@ -39,8 +39,8 @@ class Log(Hook):
     Eleven attributes: one reading of the metrics serves the file, the bar and the signs of life."""
 
     def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]], record: Record | None):
-        """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
-        signs of life."""
+        """Take `epochs(tokens)`, which counts the epochs of each source in the first tokens, and `record`, which
+        copies signs of life."""
         self.config, self.watch, self.epochs, self.record = built.config, watch, epochs, record
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
@@ -100,7 +100,7 @@ class Log(Hook):
         tokens = run.tokens_after(step)
         tokens_per_second, data_wait, own_seconds = run.clock.rates(tokens)
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
-        line = {"step": step, "tokens": tokens, **values, "epochs": self.epochs(run.position_after(step))}
+        line = {"step": step, "tokens": tokens, **values, "epochs": self.epochs(tokens)}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
         line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
@@ -146,18 +146,13 @@ def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
 
 
 class History(Hook):
-    """Writes each change of options and each rollback exactly once, even after kills."""
+    """Writes the changes of options."""
 
     def __init__(self, log: Log, changes: list[str]):
         """Take `changes`: the options that changed; empty after the first `begin`."""
         self.log, self.changes = log, changes
 
     def begin(self, run: Progress) -> None:
-        step, writer, run_dir = run.step, self.log.writer, run.config.run_dir
         if self.changes:
-            writer.write({"step": step, "changes": self.changes.copy()})
+            self.log.writer.write({"step": run.step, "changes": self.changes.copy()})
             self.changes.clear()
-        written = sum("rollback" in line and line["step"] == step for line in read_metrics(run_dir))
-        for event in rollbacks_to(Events(run_dir).read(), step)[written:]:
-            facts = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
-            writer.write({"step": step, "rollback": facts})

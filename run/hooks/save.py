@@ -68,12 +68,11 @@ class Save(Hook):
         self._give_up_after(1)
 
     def _save(self, run: Progress) -> None:
-        position = {"tokens": run.tokens_after(run.step), "position": run.position_after(run.step)}
-        kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
+        kept = {"tokens": run.tokens_after(run.step), "seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
         with self.watch.away("saving", "saving"):
-            self.checkpoints.save(run.step, run.state, {**position, **kept, **origin})
+            self.checkpoints.save(run.step, run.state, {**kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
 
     def _is_old(self) -> bool:

@@ -49,7 +49,7 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
         ("other.py", "other.py: no such file"),
         ("tiny.py --model.kv_heads=7", "kv_heads"),
         ("tiny.py 'x", "No closing quotation"),
-        ("tiny.py --resume=never --checkpoint.folder=x --stability.rollback --log.on_event=x", "recipes are the same"),
+        ("tiny.py --resume=never --checkpoint.folder=x --log.on_event=x", "recipes are the same"),
         ("tiny.py --steps=51", r"cannot be paired.*\n  tokens of the run: 25600, and 26112$"),
         ("tiny.py --data.packing=whole", r"cannot be paired.*\n  data.packing: stream or best_fit, and whole$"),
     ],

@@ -79,7 +79,7 @@ def test_what_makes_results_incomparable_is_refused(monkeypatch, tmp_path, words
 def test_ideas_are_named_speed_is_free_and_the_rest_is_fixed():
     ideas = ("model.depth", "model.dtype", "optimizer.muon.peak_rate", "optimizer.schedule.warmdown")
     speed = ("batch.rows_per_device", "mesh.fsdp", "model.remat", "model.loss_chunks", "deterministic")
-    fixed = ("steps", "seed", "name", "run_dir", "init_from", "model.vocab_size", "stability.rollback")
+    fixed = ("steps", "seed", "name", "run_dir", "init_from", "model.vocab_size", "stability.spike_factor")
     fixed += ("data.source", "data.tokenizer", "data.val_fraction", "eval.tokens", "eval.every_steps")
     kinds = lambda names: {(track.is_idea(name), track.is_fixed(name)) for name in names}
     assert (kinds(ideas), kinds(speed), kinds(fixed)) == ({(True, False)}, {(False, False)}, {(False, True)})

@@ -48,7 +48,7 @@ def test_time_after_a_complete_end_is_not_lost():
     assert goodput([stop | {"code": 143}, *later])["down"] == 8000 - 25
 
 
-def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_checkpoint():
+def test_going_back_loses_steps_once_and_so_does_a_second_start_from_the_same_checkpoint():
     events = [
         event("start", 0, 0.0),
         event("running", 30, 0.0, steps=30),

@@ -33,8 +33,7 @@ class Arguments:
     out: FilePath = ""
     """The page with a dataset's facts. Default: dataset.html in the folder, or here for a dataset at a URL."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Show the batch of this step (the first is 0) instead of the page. For a run: the step's actual batch, also after
-    rollbacks."""
+    """Show the batch of this step (the first is 0) instead of the page. For a run: the step's actual batch."""
     rows: Positive[int] = 4
     """Rows of the batch to show."""
     packing: Packing = "stream"

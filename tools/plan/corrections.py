@@ -109,7 +109,7 @@ def measured(run: Run) -> Measured:
     rates = course.values[1:]
     if not rates:
         raise UserError(f"--calibrate={run.folder}: it has not logged two steps yet; the first of them does not count")
-    seconds, time = last_stage.tokens_per_step / median(rates), step_time(candidate)
+    seconds, time = config.batch.tokens_per_step / median(rates), step_time(candidate)
     words = (
         f"{run.folder}, {name_of(candidate.topology)}: a step takes {seconds:.3g} s, planned {time.fast:.3g} to "
         f"{time.slow:.3g} (middle {time.expected:.3g}, {time.expected / seconds - 1:+.1%})"

@@ -99,18 +99,13 @@ def _missing(plots: list[Figure]) -> str:
 
 def _spikes(run: Run) -> str:
     parts = []
-    for i, (step, rolled_back, facts) in enumerate(run.spikes[-SHOWN_SPIKES:]):
+    for i, (step, facts) in enumerate(run.spikes[-SHOWN_SPIKES:]):
         loss, usual = (number(facts, name) for name in ("loss", "median"))
         loss, usual = ("unknown" if value is None else f"{value:.4f}" for value in (loss, usual))
-        where = f"back to step {step:,}, after a jump" if rolled_back else f"step {step:,}: a jump"
-        batch = "" if facts.get("batch") is None else f", in batch {facts['batch']:,}"
-        shown = _texts(facts.get("texts") or [])
-        if not rolled_back:
-            command = f"python -m tools.dataset {run.folder} --step={step - 1}"
-            shown += f"<p>More of it: <code>{escape(command)}</code></p>"
-        parts.append(
-            details(f"{run.name}, {where} to {loss} from a median of {usual}{batch}", shown, f"spike-{i}-{step}")
-        )
+        command = f"python -m tools.dataset {run.folder} --step={step - 1}"
+        shown = _texts(facts.get("texts") or []) + f"<p>More of it: <code>{escape(command)}</code></p>"
+        title = f"{run.name}, step {step:,}: a jump to {loss} from a median of {usual}"
+        parts.append(details(title, shown, f"spike-{i}-{step}"))
     return "".join(parts)
 
 

@@ -62,11 +62,9 @@ class Run:
         return np.interp(steps, [0, *known.steps], [0.0, *known.values]).tolist()
 
     @property
-    def spikes(self) -> list[tuple[int, bool, dict]]:
-        """Return the jumps of the loss: the step, whether the run returned to its checkpoint and skipped the batches up
-        to the jump, and the facts of metrics.jsonl. A rollback has its own line since its steps' lines are removed."""
-        kinds = {"spike": False, "rollback": True}
-        return [(line["step"], back, line[kind]) for line in self.lines for kind, back in kinds.items() if kind in line]
+    def spikes(self) -> list[tuple[int, dict]]:
+        """Return the jumps of the loss: the step, and the facts of metrics.jsonl."""
+        return [(line["step"], line["spike"]) for line in self.lines if "spike" in line]
 
 
 def course_of(pairs: Iterable[tuple[int, float | None]]) -> Course:

@@ -119,13 +119,10 @@ def benchmarks(run: Run) -> Iterator[Sentence]:
 
 
 def jumps(run: Run) -> Iterator[Sentence]:
-    """Yield spikes, rollbacks, skipped steps, and how often the gradient was clipped."""
-    for rolled_back in (False, True):
-        if steps := sorted({step for step, back, _ in run.spikes if back == rolled_back}):
-            listed = ", ".join(f"{step:,}" for step in steps[:6]) + ", ..." * (len(steps) > 6)
-            jumped = f"The loss jumped at {counted(len(steps), 'step')} ({listed}); the text of each is below."
-            back = f"A jump of the loss made the run go back {counted(len(steps), 'time')}, to step {listed}."
-            yield Sentence(back if rolled_back else jumped, True)
+    """Yield spikes, skipped steps, and how often the gradient was clipped."""
+    if steps := sorted({step for step, _ in run.spikes}):
+        listed = ", ".join(f"{step:,}" for step in steps[:6]) + ", ..." * (len(steps) > 6)
+        yield Sentence(f"The loss jumped at {counted(len(steps), 'step')} ({listed}); the text of each is below.", True)
     if skipped := int(max(run.course("skipped_steps").values, default=0)):
         why = "no finite gradient, or no valid token"
         yield Sentence(f"{counted(skipped, 'step')} changed nothing: {why}.", True)

@@ -108,8 +108,7 @@ class Context:
         shows and which resumes. Return its parameters, or None if it gave up because too many steps were skipped. Raise
         SystemExit if the command was asked to stop."""
         lines = max(1, (until - (origin.step if origin else 0)) // LOGGED)
-        # One checkpoint, and no evaluation in between. Notifications and rollback are off: a rollback would change its
-        # data.
+        # One checkpoint, and no evaluation in between. Notifications are off.
         built = build(with_options(config, MEASURED | {"run_dir": str(self.folder / name), "log.every_steps": lines}))
         config, times, text = built.config, Times(), self.text
         with RunLock(config.run_dir) as lock:
@@ -124,7 +123,7 @@ class Context:
                 return begins.state.params
             LOGGER.info(f"{name}: steps {begins.step + 1} to {until}")
             programs = compile_train_steps(built, times)
-            accept(config, text.fingerprint, [], begins.step, begins.position)
+            accept(config, text.fingerprint, [], begins.step, begins.tokens)
             batches = batches_after(begins, built, text)
             progress = Progress(config, begins, batches)
             loaded = train_batches(batches, built.batch_sharding, config.data.workers)
@@ -132,7 +131,7 @@ class Context:
             watch, idle = hooks.Watch(config, times), hooks.Idle(times)
             log = hooks.Log(built, watch, lambda position: {}, None)
             save = hooks.Save(config, checkpoints, text.fingerprint, watch)
-            hook_list = [watch, idle, log, hooks.Judge(config, log, save, text.seen), save]
+            hook_list = [watch, idle, log, hooks.Judge(config, log, text.seen), save]
             run, gave_up = take_steps(start, idle, hook_list, Until(self.stop, until), again)
             checkpoints.close()
         if gave_up:
@@ -150,7 +149,7 @@ class Context:
             raise UserError(f"{origin.folder} no longer has the checkpoint of step {origin.saved}; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         state = state._replace(step=np.int32(origin.step))
-        return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
+        return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"])
 
 
 def held_out_tokens(config: Config) -> int:

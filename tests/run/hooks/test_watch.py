@@ -25,7 +25,7 @@ def test_the_watchdog_watches_the_next_step(tmp_path, resumed):
     assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, 600)  # the first step: six times `hang.seconds`
     watch.close()
     assert dog.ended.is_set()
-    watch.begin(run)  # after a rollback
+    watch.begin(run)  # again
     assert watch.watchdog is not dog and not watch.watchdog.ended.is_set()
     watch.close()
 

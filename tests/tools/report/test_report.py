@@ -206,15 +206,6 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     assert len(traces) == 8 and all(traces.values()), traces
 
 
-def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
-    folder = write_run(tmp_path / "run", spike=False)
-    facts = {"loss": None, "median": 3.0, "batch": 47, "rows": [[0, 1]], "position": 9}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 40, "rollback": facts, "time": BEGAN}) + "\n")
-    assert read_run(folder).spikes == [(40, True, facts)]
-    assert marks(folder)["A jump of the loss made the run go back 1 time, to step 40."]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
