@@ -1,6 +1,6 @@
 """Tokens a second of the training step on random tokens, as one JSON line: the source of the quoted speeds.
 
-python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
+python -m bench.throughput --config=configs/plain.py --model.depth=12 --depth=20 --rows=16 --micro_batches=4 --profile
 
 --program measures another program. Parameters are freshly initialized, and nothing is read or saved.
 """

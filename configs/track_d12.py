@@ -1,4 +1,4 @@
-"""The fair track at the size of configs/d12.py, for accelerators (docs/track.md).
+"""The fair track at the size of configs/plain.py --model.depth=12, for accelerators (docs/track.md).
 
 python -m bench.track --size=d12
 
@@ -7,12 +7,12 @@ Its text is ClimbMix as docs/data.md prepares it, in datasets/climbmix. Not run 
 
 from dataclasses import replace
 
-from configs import d12
+from configs import plain
 from configs.schema import Config, DataConfig, EvalConfig
 
 
 def get_config() -> Config:
-    config = d12.get_config()
+    config = plain.of_depth(12)
     return replace(
         config,
         name="track_d12",

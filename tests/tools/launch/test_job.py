@@ -120,12 +120,17 @@ def test_a_folder_without_git_and_a_large_file_are_refused(tmp_path):
 
 def test_a_job_is_checked_as_train_py_would(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--data.source=gs://b/text"]).name == "d12"
+    assert (
+        make_job(
+            JobOptions("v5e:4x4"), ["--config=configs/plain.py", "--model.depth=12", "--data.source=gs://b/text"]
+        ).name
+        == "plain-d12"
+    )
     for hardware, train, message in (
         ("v5e:4x4", [], "arguments are missing"),
         ("v5e:4x4", ["--config=none.py"], "no such file"),
-        ("v5e:4x4", ["--config=configs/d12.py", "--mesh.fsdp=3"], "does not fit the 16 devices"),
-        ("3x v5e:1x1", ["--config=configs/d12.py"], "cannot share evenly"),
+        ("v5e:4x4", ["--config=configs/plain.py", "--model.depth=12", "--mesh.fsdp=3"], "does not fit the 16 devices"),
+        ("3x v5e:1x1", ["--config=configs/plain.py", "--model.depth=12"], "cannot share evenly"),
     ):
         with pytest.raises(UserError, match=message):
             make_job(JobOptions(hardware), train)
@@ -134,9 +139,9 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
         (JobOptions("v5e:4x4", env=("A=b",)), "--env takes names of variables alone"),
     ):
         with pytest.raises(UserError, match=message):
-            make_job(options, ["--config=configs/d12.py"])
+            make_job(options, ["--config=configs/plain.py", "--model.depth=12"])
     with pytest.raises(SystemExit) as ended:
-        make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--steps=many"])
+        make_job(JobOptions("v5e:4x4"), ["--config=configs/plain.py", "--model.depth=12", "--steps=many"])
     assert ended.value.code == 2
 
 
@@ -145,7 +150,9 @@ def test_paths_that_hosts_cannot_see_are_refused_and_text_is_required(tmp_path, 
     (root / "text").mkdir()
     (root / "text" / "one.txt").write_text("travels with the code")
     monkeypatch.chdir(root)
-    job = lambda words: make_job(JobOptions("v5e:4x4"), [f"--config={ROOT}/configs/d12.py", *words], "/data")
+    job = lambda words: make_job(
+        JobOptions("v5e:4x4"), [f"--config={ROOT}/configs/plain.py", "--model.depth=12", *words], "/data"
+    )
     for words in (
         ["--data.source=stdlib"],
         ["--data.source=gs://b/text", "--data.tokenizer=tiktoken:gpt2"],

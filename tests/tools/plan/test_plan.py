@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs import d12
+from configs import plain
 from configs.command_line import Exit, exit_code_of, parse
 from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
@@ -22,7 +22,7 @@ V5E = "--topology=v5e:4x4"
 
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Return the exit code and what was printed."""
-    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/d12.py", *words])
+    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/plain.py", "--model.depth=12", *words])
     code = exit_code_of(plan.main, "")
     return code, *capsys.readouterr()
 
@@ -78,7 +78,7 @@ def test_a_table_states_its_assumptions_and_the_jax_it_was_compared_with(monkeyp
     code, out, _ = run(monkeypatch, capsys, V5E, "v6e:4x4", "--price=1.5")
     parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a", output.accuracy())
     assert code == Exit.COMPLETE and all(text in out for text in parts)
-    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
+    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/plain.py --model.depth=12"
     monkeypatch.setattr(output, "version", lambda package: output.COMPILED_WITH)
     assert output.COMPILED_WITH in output.accuracy() and output.ACCURACY in output.accuracy()
     monkeypatch.setattr(output, "version", lambda package: "99.0")
@@ -88,7 +88,7 @@ def test_a_table_states_its_assumptions_and_the_jax_it_was_compared_with(monkeyp
 def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, V5E, "--batch.tokens_per_step=16384", "--search")
     assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: use 8 devices, or a larger" in out
-    row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
+    row = row_of(Candidate(plain.of_depth(12), parse_topology("v5e:4x4")), Given())
     for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
         memory = int(times * row.bytes / HEADROOM)
         monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
