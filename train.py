@@ -127,7 +127,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     def start(begins: Start | None) -> tuple[Progress, TrainSteps, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""
-        begins = begins or session.resume(built, text.tokenizer, checkpoints, times)
+        begins = begins or session.resume(built, checkpoints, times)
         session.record_start(built, text, changes, begins, times)
         batches = batches_after(begins, built, text)
         progress = Progress(config, begins, batches)

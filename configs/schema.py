@@ -401,8 +401,7 @@ class Config:
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes
     nothing."""
     init_from: AnyPath = ""
-    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters. If
-    its tokenizer lacks the tokens of conversations and the data's has them, rows for them are added."""
+    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     init_optimizer: bool = False
     """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"

@@ -23,14 +23,18 @@ from configs.retry import patiently
 from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
-from data.tokenizer import TextTokenizer
 from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
 from hosts.preflight import ROOT, code_digest, preflight
 from hosts.runtime import check_hosts_agree, describe_processes, on_first_process, versions
 from hosts.stop import Stop, limited
-from interchange.growth import describe_growth, initial_state, require_moments
-from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
+from interchange.init_from import (
+    initial_state,
+    require_moments,
+    require_same_network,
+    require_same_vocabulary,
+    why_no_training,
+)
 from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
@@ -86,7 +90,7 @@ def open_training(config: Config) -> tuple[Build, Text, Evaluator]:
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
-        LOGGER.info("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
+        LOGGER.info(describe_start(config))
     return built, text, evaluator
 
 
@@ -170,14 +174,13 @@ def why_given_up(config: Config, newest: int, record: Record) -> str:
     )
 
 
-def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Times) -> Start:
-    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0.
-    `tokenizer`: the text's."""
+def resume(built: Build, checkpoints: Saver, times: Times) -> Start:
+    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
         restored = checkpoints.restore_newest(built.abstract_state)
         if restored is None:
-            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
+            return Start(jax.block_until_ready(initial_state(built)))  # making it is not training
     state, facts = restored
     step = facts["step"]
     LOGGER.info(f"continuing after step {step} of {config.steps}")

@@ -117,7 +117,7 @@ class Context:
             if origin and not checkpoints.newest:
                 begins = self._branched(built, origin)
             else:
-                begins = resume(built, text.tokenizer, checkpoints, times)
+                begins = resume(built, checkpoints, times)
             if begins.step >= until:
                 checkpoints.close()
                 return begins.state.params
