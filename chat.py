@@ -53,7 +53,7 @@ def main() -> int:
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     folder = at_hand(arguments.run_dir)
-    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step, arguments.average)
+    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step)
     if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
             f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "

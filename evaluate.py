@@ -40,8 +40,6 @@ class Arguments:
     """Folder of the run, here or at gs://."""
     step: Positive[int] | None = None
     """The step of the run's checkpoint; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
     """Instead of a run: a folder from export.py, or a published nanochat in transformers' format. For `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
@@ -116,8 +114,8 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
             f"--out=FOLDER is missing: results are not written to {folder}",
         ),
         (
-            from_ and (arguments.step or not arguments.average),
-            f"--step and --average choose parameters of a run; --from={from_} has one network",
+            from_ and arguments.step,
+            f"--step={arguments.step} chooses a run's checkpoint; --from={from_} has one network",
         ),
         (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),
         (
@@ -140,14 +138,14 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", *of_chat, "out"),
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
-    if others := sorted(given - {"run_dir", "from_", "step", "average", "mesh", "json", *looked_at}):
+    if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
         raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation with {kind}")
     return evaluation
 
 
 def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return validation loss and bits per byte of the run's own text. Raise UserError if the text here differs."""
-    network = open_network(folder, mesh, arguments.step, arguments.average)
+    network = open_network(folder, mesh, arguments.step)
     config = network.config
     shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
@@ -173,7 +171,7 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
         network_config(Path(one))  # a mistake is reported before any compute
     tokenizer = tokenizer_in(Path(folder)) or Path(folder)
     sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
-    network = open_network(folder, mesh, arguments.step, arguments.average)
+    network = open_network(folder, mesh, arguments.step)
     ours, theirs = measure_text(network, given, sources, out), None
     if other:
         out = f"{out}/against" if arguments.out or against.startswith("gs://") else other
@@ -185,7 +183,7 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return CORE or ChatCORE, and its tasks' figures."""
     benchmark = arguments.tasks
     tasks = BENCHMARKS[benchmark](arguments.bundle, arguments.items)
-    network = open_network(folder, mesh, arguments.step, arguments.average)
+    network = open_network(folder, mesh, arguments.step)
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
     out = Path(arguments.out or folder) / benchmark / name
     return network.step_line | evaluate_core(network, tasks, arguments.prompt_tokens, out, benchmark)
@@ -216,7 +214,7 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
     loaded = load_tasks(arguments.tasks.split(","), arguments.task_files, arguments.unsafe_code)
     is_ours = not is_network(folder) or architecture_of(folder) in OURS
-    network = open_network(folder, mesh, arguments.step, arguments.average) if is_ours else Path(folder)
+    network = open_network(folder, mesh, arguments.step) if is_ours else Path(folder)
     out, items, prompt_tokens = Path(arguments.out or folder) / "harness", arguments.items, arguments.prompt_tokens
     step = network.step_line if isinstance(network, Network) else {}
     asking = {"apply_chat_template": arguments.chat, "system_instruction": arguments.system or None}

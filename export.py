@@ -14,7 +14,6 @@ from flax import nnx
 from jaxtyping import Int
 
 from configs.command_line import parse_arguments
-from configs.ramp import Ramp
 from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
@@ -24,7 +23,7 @@ from interchange.folders import write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
-from run.record import at_hand, scores
+from run.record import Events, at_hand, batch_of, scores
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 from training.state import split_model
@@ -57,8 +56,6 @@ class Arguments:
     """A new folder."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     format: Literal["hf", "safetensors"] = "hf"
     """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
     lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
@@ -89,17 +86,18 @@ def main() -> int:
     if is_network(folder):
         raise UserError(f"--run_dir={arguments.run_dir} is a network, not a run: give the run that it is from")
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
-    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step, arguments.average)
+    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        bits = scores(folder) | (scores(folder, "average_val_bpb") if arguments.average else {})
-        card = partial(model_card, config, step, Ramp.of(config.batch).tokens(step), bits.get(step), arguments.license)
+        bits = scores(folder)
+        tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
+        card = partial(model_card, config, step, tokens, bits.get(step), arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
-        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step, arguments.average)
+        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
 

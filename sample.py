@@ -28,7 +28,7 @@ def main() -> int:
     if not arguments.prompt:
         raise UserError("--prompt has no text; leave it out to start a document")
     start_jax()
-    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step, arguments.average)
+    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
     capacity = network.config.batch.sequence_length
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     encoded = encode_prompts(network.tokenizer, prompts, capacity)

@@ -10,7 +10,7 @@ import jax
 
 from configs.command_line import Exit, parse
 from configs.messages import LOGGER, outlive_the_log
-from configs.schema import Config, NotNegative
+from configs.schema import Config, NotNegative, Positive
 from data.loader import train_batches
 from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
@@ -18,11 +18,10 @@ from hosts.stop import Stop, limited
 from run import hooks, session
 from run.fitting import Fitting, explain_out_of_memory
 from run.folder import RunLock
-from run.hooks.judge import roll_back
 from run.notify import tell_of_failure
-from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
+from run.programs import TrainSteps, batches_after, compile_train_steps
+from run.progress import GaveUp, Hook, Progress, Start, due_after
 from run.record import Record
-from run.stages import Program, batches_from, compile_stages, step_after
 from run.times import Times
 
 
@@ -33,23 +32,25 @@ class Arguments:
     accept_changes: bool = False
     """Resume a run although options that change its result differ from the first start's. config.json and metrics.jsonl
     record the changes."""
+    resume_step: Positive[int] | None = None
+    """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/. After a jump of the loss,
+    another `--seed` with `--accept_changes` gives the coming steps other rows."""
     memory: NotNegative[float] = 0.0
     """GiB of a device, in place of what it reports, for `--batch.rows_per_device=auto`. A CPU reports the memory that
     the machine has available."""
 
 
 def take_steps(
-    start: Callable[[Start | None], tuple[Progress, Iterator[Any]]],
-    programs: list[Program],
+    start: Callable[[Start | None], tuple[Progress, TrainSteps, Iterator[Any]]],
     idle: hooks.Idle,
     hook_list: Sequence[Hook],
     stop: Stop,
     go_back: Callable[[Progress, Exception], Start | None],
 ) -> tuple[Progress, str]:
     """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
-    up. `start(begins)` returns the run's progress and the next batches, after `begins` or the newest checkpoint.
-    `go_back` records a rollback or a lack of memory and returns `begins`, or raises another error of the devices."""
-    run, batches = start(None)
+    up. `start(begins)` returns the run's progress, programs and next batches, after `begins` or the newest checkpoint.
+    `go_back` records a lack of memory and returns `begins`, or raises another error of the devices."""
+    run, programs, batches = start(None)
     with ExitStack() as opened, stop.heeded():
         begin_all(hook_list, run, opened)
         try:
@@ -58,7 +59,7 @@ def take_steps(
                     for hook in hook_list:
                         hook.before_step(run)
                     batch = idle.next_of(batches, run)
-                    train_step = step_after(programs, run.step, run.config.diagnostics.every_steps)
+                    train_step = programs.after(run.step, run.config.diagnostics.every_steps)
                     with run.clock.waiting():  # a CPU's call waits for the step before it
                         run.state, metrics = train_step(run.state, batch)
                     run.step += 1
@@ -66,7 +67,7 @@ def take_steps(
                     due = due_after(run.step, run.config, last=run.is_last, soon=run.save_soon)
                     for hook in hook_list:
                         hook.after_step(run, metrics, due)
-                except (Jumped, jax.errors.JaxRuntimeError) as reason:
+                except jax.errors.JaxRuntimeError as reason:
                     opened.close()
                     with stop.unheeded():
                         begins = go_back(run, reason)
@@ -74,7 +75,7 @@ def take_steps(
                             return run, ""  # nothing to save: the newest checkpoint is of this step
                         if begins is None:
                             run.drop_state()
-                        run, batches = start(begins)
+                        run, programs, batches = start(begins)
                     begin_all(hook_list, run, opened)
             for hook in hook_list:
                 hook.finish(run)
@@ -98,10 +99,9 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     # The network, its text, its record and its checkpoints.
     fitting = Fitting(config, arguments.memory)
-    builds, text, evaluator = session.open_training(fitting.first())
-    built = builds[-1]  # for everything that does not depend on the size of a step
+    built, text, evaluator = session.open_training(fitting.first())
     config = built.config
-    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, lock, record)
+    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock, record)
     if message := session.why_nothing_to_do(config, past, checkpoints):
         LOGGER.info(message)
         session.copy_record(config, record)
@@ -111,41 +111,38 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         return Exit.FAILED
 
     # The programs, of as many rows as fit.
-    programs: list[Program] = []
     with explain_out_of_memory(mistake=True):
-        builds = fitting.compile(programs, builds, checkpoints.newest, times)
-    built = builds[-1]
+        built, programs = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, evaluator.on(built)
 
     # The hooks around a step, in this order.
     watch, idle = hooks.Watch(config, times), hooks.Idle()
-    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]))
+    log = hooks.Log(built, watch, lambda tokens: text.epochs(tokens // built.batch_shape[2]))
     save = hooks.Save(config, checkpoints, text.fingerprint, watch)
-    judge = hooks.Judge(config, log, save, text.seen)
+    judge = hooks.Judge(config, log, text.seen)
     evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
     changes = list(past.changes)
     hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
     hook_list.append(hooks.Overfitting(config, log))
 
-    def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
+    def start(begins: Start | None) -> tuple[Progress, TrainSteps, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""
-        begins = begins or session.resume(built, text.tokenizer, checkpoints, times)
-        compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
-        session.record_start(builds[-1], text, changes, begins, times)
-        batches = batches_from(begins, builds, text)
-        return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
+        begins = begins or session.resume(built, checkpoints, times)
+        session.record_start(built, text, changes, begins, times)
+        batches = batches_after(begins, built, text)
+        progress = Progress(config, begins, batches)
+        return progress, programs, train_batches(batches, built.batch_sharding, config.data.workers)
 
     def go_back(run: Progress, reason: Exception) -> Start | None:
-        """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
-        if isinstance(reason, Jumped):
-            return roll_back(save, run, reason)
-        builds[:] = fitting.halved(builds, run, reason)
-        programs.clear()
+        """Return the same state, if it is left, when the memory ran out."""
+        nonlocal built, programs
+        built = fitting.halved(built, run, reason)
+        programs = compile_train_steps(built, times)
         save.newest()  # once it is whole: it may be needed
         return run.here()
 
     with explain_out_of_memory(), times.during("steps"):
-        run, gave_up = take_steps(start, programs, idle, hook_list, stop, go_back)
+        run, gave_up = take_steps(start, idle, hook_list, stop, go_back)
     if gave_up:
         gave_up += f"; {save.described()}"
     with times.during("saves"), limited(config.hang, "the end of saving"):

@@ -41,7 +41,7 @@ class Arguments:
     """Time for all parts. A part starts only if its own limit still fits."""
     out: FilePath = "runs/accelerator"
     """Folder of the results. A part with a result there is not measured again."""
-    plain: FilePath = "configs/d12.py"
+    plain: FilePath = "configs/plain.py"
     """Config of the plain network."""
     full: FilePath = "configs/nanochat.py"
     """Config of the network with all options and Muon."""
@@ -81,7 +81,8 @@ def parts_of(arguments: Arguments) -> list[Part]:
     depth, rows, step = arguments.depths[0], arguments.rows[0], f"--micro_batches={arguments.micro_batches}"
 
     def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
-        command = [sys.executable, "-m", "bench.throughput", f"--config={config}", f"--depth={depth}", f"--rows={rows}"]
+        command = [sys.executable, "-m", "bench.throughput", f"--config={config}"]
+        command += [f"--model.depth={depth}", f"--rows={rows}"]
         return Part(name, [*command, *words, *options], 120, last_json)
 
     def both(depth: int, rows: int) -> list[Part]:
@@ -91,7 +92,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
     run_dir = out / "run"
     train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
     train = [*train.split(), f"--run_dir={run_dir}", f"--batch.rows_per_device={rows}", *options]
-    train = [sys.executable, "train.py", f"--config={plain}", *train]
+    train = [sys.executable, "train.py", f"--config={plain}", f"--model.depth={depth}", *train]
     short = "--steps=60 --model.depth=4 --checkpoint.every_steps=10 --checkpoint.keep_every=20 --eval.every_steps=30"
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
     chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={full}", f"--options={short}"]

@@ -1,6 +1,6 @@
 """Print what the compiled training step sends between chips, from XLA's program. Nothing runs.
 
-python -m bench.collectives --config=configs/d12.py --topology=v5e:4x4 --mesh.data=-1
+python -m bench.collectives --config=configs/plain.py --model.depth=12 --topology=v5e:4x4 --mesh.data=-1
 
 With --topology the step is compiled ahead of time for that TPU slice or those GPUs. The devices need not be present,
 but their driver library must be installed (EXTRA=tpu or cuda). Without it, the step is compiled for the devices here.

@@ -31,9 +31,9 @@ from data.loader import train_batches
 from evaluation.evaluator import evaluate
 from hosts.runtime import run_command, start_jax
 from run.metrics import Clock
+from run.programs import batches_after
 from run.progress import Start, due_after
 from run.session import open_training
-from run.stages import batches_from
 
 
 @dataclass(frozen=True)
@@ -199,25 +199,23 @@ class Trainer:
 
 
 def train(config: Config, arguments: Arguments) -> dict[str, Any]:
-    """Train, and write metrics.jsonl. Return its last line, with what was used. UserError for a ramp, for a folder that
-    has a run, and as `Trainer` and `open_training` raise it."""
+    """Train, and write metrics.jsonl. Return its last line, with what was used. UserError for a folder that has a
+    run, and as `Trainer` and `open_training` raise it."""
     require_steps(config)
-    if config.batch.ramp:
-        raise UserError("--batch.ramp: nanochat's steps have one size; give --batch.ramp=''")
     metrics = Path(arguments.out) / "metrics.jsonl"
     if metrics.exists():
         raise UserError(f"{metrics} is of an earlier run; give another --out")
     if config.batch.rows_per_device == "auto":
         config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
     trainer = Trainer(config, arguments)
-    builds, text, evaluator = open_training(config)
-    staged = batches_from(Start(builds[-1].abstract_state), builds, text)
-    trainer.compile(staged[0])
+    built, text, evaluator = open_training(config)
+    batches = batches_after(Start(built.abstract_state), built, text)
+    trainer.compile(batches[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
     clock, line = Clock(0.0, 0), {}
     sums: Any = lambda _, batch: summed(trainer.network, batch, arguments.device)
     clock.start()
-    for step, batch in zip(range(config.steps + 1), train_batches(staged, builds[-1].batch_sharding, 2)):
+    for step, batch in zip(range(config.steps + 1), train_batches(batches, built.batch_sharding, 2)):
         if due_after(step, config, last=False).evaluate:
             trainer.wait()
             line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(clock.seconds, 3)}

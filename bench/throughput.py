@@ -1,6 +1,6 @@
 """Tokens a second of the training step on random tokens, as one JSON line: the source of the quoted speeds.
 
-python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4
+python -m bench.throughput --config=configs/plain.py --model.depth=20 --rows=16 --micro_batches=4
 
 --program measures another program. Parameters are freshly initialized, and nothing is read or saved.
 """
@@ -57,7 +57,7 @@ def sized(config: Config, sizes: Sizes, devices: int) -> Config:
         # If tensor does not divide the devices, the mesh is refused.
         unit = rows * max(devices // config.mesh.tensor, 1) * batch.sequence_length
         micro_batches = sizes.micro_batches or max(batch.tokens_per_step // unit, 1)
-        batch = replace(batch, rows_per_device=rows, tokens_per_step=unit * micro_batches, ramp="")
+        batch = replace(batch, rows_per_device=rows, tokens_per_step=unit * micro_batches)
     config = replace(config, model=model, batch=batch)
     validate(config)
     return config

@@ -32,7 +32,7 @@ from interchange.base import base_of_chat, begun_run
 
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
-RECIPE = ("model.dropout", "optimizer.average", "optimizer.rate_factor", "optimizer.schedule.")
+RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")
 RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay")
 
 

@@ -16,7 +16,6 @@ import msgspec
 import tyro
 
 from configs.messages import repair_streams
-from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, hints, options
 from configs.validation import check_types, resolved, validate, with_homes
 
@@ -118,7 +117,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
         config, given = replace(config, steps=0), given | {"steps"}
-    config = resolved(derive(with_ramp_spelled_out(config), given))
+    config = resolved(derive(config, given))
     validate(config)
     return config, with_homes(check_types(both.extra))
 

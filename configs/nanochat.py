@@ -13,7 +13,6 @@ bench.exactness runs the first steps of a small network with these options on a 
 import math
 from dataclasses import replace
 
-from configs.ramp import Ramp
 from configs.schema import (
     BatchConfig,
     Config,
@@ -87,7 +86,7 @@ def derive(config: Config, given: set[str]) -> Config:
     derived({"batch.tokens_per_step": (batch, why)})
     batch = config.batch.tokens_per_step
     per_parameter = f"{TOKENS_PER_PARAMETER} tokens for each of {scaling_parameters(config.model):,} parameters"
-    steps = Ramp.of(config.batch).steps_in(tokens)
+    steps = tokens // batch
     derived({"steps": (steps, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
     scale = math.sqrt(batch / REFERENCE_BATCH)
     why = f"nanochat's, x sqrt(tokens_per_step / 2^19) = {scale:.3f}"

@@ -148,18 +148,11 @@ class BatchConfig:
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens per row."""
     tokens_per_step: Positive[int] = 524_288
-    """Tokens of one optimizer step, over all devices and micro-batches. With a `ramp`, the size of step that the
-    optimizer's options refer to."""
+    """Tokens of one optimizer step, over all devices and micro-batches."""
     rows_per_device: Free[Positive[int] | Literal["auto"]] = "auto"
     """Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit its memory; if none
     fits, `model.loss_chunks`, `model.remat` and `mesh.fsdp` change too (docs/planning.md). If a complete step has fewer
     rows per device, the step is one micro-batch."""
-    ramp: str = ""
-    """A batch that grows. `0:65536,2e8:131072`: 65,536 tokens per step, and 131,072 once the run has seen 2e8 tokens.
-    Each stage is a program; all are compiled at the start (docs/batch-ramp.md). Empty: always `tokens_per_step`."""
-    ramp_scaling: Literal["none", "root", "linear"] = "none"
-    """Scaling with a `ramp`: none; or rates scale with the square root of a stage's size over `tokens_per_step`, or
-    linearly. Second moments then keep their half-life in tokens (arXiv:2507.07101)."""
 
     @property
     def rows(self) -> int:
@@ -176,11 +169,9 @@ class ScheduleConfig:
     """After the warmup: stay constant; fall by a half cosine; or stay, then fall linearly over the last `warmdown` of
     the run."""
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the warmup lasts for
-    the tokens of as many steps."""
+    """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak."""
     warmdown: Share = 0.65
-    """Share of the run's steps (with `batch.ramp`, of its tokens) in which the rate falls
-    (`warmup_constant_warmdown`)."""
+    """Share of the run's steps in which the rate falls (`warmup_constant_warmdown`)."""
     final: Share = 0.05
     """Final factor of the falling schedules."""
 
@@ -270,9 +261,6 @@ class OptimizerConfig:
     """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
-    average: Share = 0.0
-    """Share of the steps, the last ones, over which the parameters are averaged with equal weights (docs/step.md).
-    Training is unchanged. The average is evaluated too, and other commands use it. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -321,9 +309,6 @@ class StabilityConfig:
     spike_factor: NotNegative[float] = 1.5
     """Report a step, with its rows, if its loss exceeds this many times the median of the 64 steps before it. 0:
     none."""
-    rollback: bool = False
-    """Then return to the newest checkpoint, and skip the batches up to and including that step's. metrics.jsonl records
-    it, and a resumed run repeats it exactly. Three rollbacks to one checkpoint end the run."""
 
 
 @dataclass(frozen=True)
@@ -355,8 +340,8 @@ class LogConfig:
     every_steps: Positive[int] = 10
     """Steps between lines of metrics.jsonl and points in TensorBoard."""
     on_event: str = ""
-    """A command for the shell, started on the first process at a jump of the loss, a rollback, overfitting, a failure
-    and the end. TOKENSUM_EVENT (`spike`, `rollback`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
+    """A command for the shell, started on the first process at a jump of the loss, overfitting, a failure and
+    the end. TOKENSUM_EVENT (`spike`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
     TOKENSUM_RUN and TOKENSUM_RUN_DIR describe the event. It runs in the background; its failure does not stop training.
     config.json records the command unchanged, so take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE"
     "$HOOK"`)."""
@@ -407,8 +392,7 @@ class Config:
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, the order of rows and the samples."""
     steps: NotNegative[int] = 1000
-    """Optimizer steps of the complete run. With `batch.ramp` they differ in size, and the start prints their total
-    tokens. 0: `epochs` give the number."""
+    """Optimizer steps of the complete run. 0: `epochs` give the number."""
     epochs: Positive[float] = 1.0
     """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
@@ -417,8 +401,7 @@ class Config:
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes
     nothing."""
     init_from: AnyPath = ""
-    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters. If
-    its tokenizer lacks the tokens of conversations and the data's has them, rows for them are added."""
+    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     init_optimizer: bool = False
     """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"
@@ -439,7 +422,7 @@ class Config:
 
 # Options of the runs that a command makes to measure a recipe, whatever the recipe's own are.
 MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.folder": "", "checkpoint.keep": 1, "profile.steps": ""}
-MEASURED |= {"checkpoint.keep_every": 0, "stability.rollback": False, "log.on_event": "", "log.wandb": ""}
+MEASURED |= {"checkpoint.keep_every": 0, "log.on_event": "", "log.wandb": ""}
 
 
 def options(config: object, prefix: str = "") -> dict[str, object]:

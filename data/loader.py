@@ -1,17 +1,16 @@
 """Batches as a pure function of (rows, seed, position): no iterator has a state to save.
 
-A step of G rows takes the next G of an endless sequence (step t of a constant batch: rows t*G .. t*G + G - 1). The
+A step of G rows takes the next G of an endless sequence. The
 sequence is a fresh permutation of all rows in each epoch. A mixture interleaves its datasets' sequences by their shares
 (data/mixture.py). Row i of a step's G is row i % B of micro-batch i // B. The mesh determines its device, and each
 process reads only its own rows.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 import grain
@@ -54,9 +53,6 @@ class StepBatches:
     document_bos: int | None = None
     first_row: int = 0
     """The sequence's row that begins batch 0."""
-    later: Mapping[int, "StepBatches"] = field(default_factory=dict)
-    """The later stages of a ramp, by the number of their first batch. Each has one size, and continues in the rows
-    after the last."""
 
     @cached_property
     def sequence(self) -> RowSequence:
@@ -66,23 +62,19 @@ class StepBatches:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def stage(self, index: int) -> tuple["StepBatches", int]:
-        """Return the stage of a batch, and the number of the sequence's rows before the batch."""
-        first = max((first for first in self.later if first <= index), default=0)
-        stage = self.later.get(first, self)
-        return stage, stage.first_row + (index - first) * stage.shape[0] * stage.shape[1]
+    def first_row_of(self, index: int) -> int:
+        """Return the number of the sequence's rows before a batch."""
+        return self.first_row + index * self.shape[0] * self.shape[1]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        stage, first = self.stage(int(index))
-        micro_batches, width, _ = stage.shape
-        positions = first + np.arange(micro_batches)[:, None] * width + stage.local_rows
+        micro_batches, width, _ = self.shape
+        positions = self.first_row_of(int(index)) + np.arange(micro_batches)[:, None] * width + self.local_rows
         rows = [self.sequence[position] for position in positions.ravel().tolist()]
         return stack(read_rows(self.rows, rows), positions.shape, self.document_bos)
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """Return (dataset, row of it) for every row of a complete batch."""
-        stage, first = self.stage(index)
-        return [self.sequence[position] for position in range(first, first + stage.shape[0] * stage.shape[1])]
+        return [self.sequence[position] for position in range(self.first_row_of(index), self.first_row_of(index + 1))]
 
 
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
@@ -115,13 +107,13 @@ def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     read = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
-    placed = lambda i: to_devices(next(read), batches.stage(i)[0].shape, sharding)
+    placed = lambda: to_devices(next(read), batches.shape, sharding)
     placing = ThreadPoolExecutor(1, "placing")
     try:
-        ahead = placing.submit(placed, 0)
-        for i in count(1):
+        ahead = placing.submit(placed)
+        while True:
             batch = ahead.result()
-            ahead = placing.submit(placed, i)
+            ahead = placing.submit(placed)
             yield batch
     finally:  # without a wait: threads may wait for a store
         placing.shutdown(wait=False, cancel_futures=True)

@@ -119,7 +119,7 @@ def continuations(
 
 class Evaluator:
     """Held-out rows and prompts, on the devices. Called with parameters, it returns `val_loss`, `val_bpb` and
-    `samples`, and for their average `average_val_loss` and so on; `tasks` returns the figures of benchmarks."""
+    `samples`; `tasks` returns the figures of benchmarks."""
 
     def __init__(self, built: Build, text: Text):
         """Raise UserError for a prompt that leaves no room for a continuation, and for an incomplete bundle."""
@@ -145,13 +145,10 @@ class Evaluator:
         """Return an evaluator of the same run for another build."""
         return self if built is self.built else Evaluator(built, self.text)
 
-    def __call__(self, params: dict, average: dict | None) -> dict[str, Any]:
-        """Return the figures of float32 parameters, as after a step, and of their average, if there is one. Every
-        process must call it."""
+    def __call__(self, params: dict) -> dict[str, Any]:
+        """Return the figures of float32 parameters, as after a step. Every process must call it."""
         config = self.built.config
-        measure = lambda params: evaluate(self.built.eval_step, params, self.batches, self.text_bytes)
-        results = measure(params)
-        results |= {f"average_{name}": value for name, value in measure(average).items()} if average else {}
+        results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes)
         samples = continuations(
             self.generate,
             params,

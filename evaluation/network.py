@@ -28,8 +28,6 @@ class SamplingArguments:
     """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
@@ -53,13 +51,11 @@ class Network:
     """The step of a run's checkpoint. None: the network is from a folder."""
     dataset: str = ""
     """Fingerprint of the text that a run was trained on."""
-    is_average: bool = False
-    """True if the parameters are the average of a run's."""
 
     @property
     def label(self) -> str:
         """Name the network in names of files."""
-        return "network" if self.step is None else f"step_{self.step}" + "_average" * self.is_average
+        return "network" if self.step is None else f"step_{self.step}"
 
     @property
     def title(self) -> str:
@@ -68,8 +64,8 @@ class Network:
 
     @property
     def step_line(self) -> dict[str, int]:
-        """Return a run's step, and whether it is its average, for the results that a user reads."""
-        return ({} if self.step is None else {"step": self.step}) | ({"average": True} if self.is_average else {})
+        """Return a run's step, for the results that a user reads."""
+        return {} if self.step is None else {"step": self.step}
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -93,19 +89,18 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
     return make_mesh(config, jax.devices()[:count] if count > 0 else None)
 
 
-def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Network:
-    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest, with the
-    average of its parameters if that is asked for and there. Raise UserError if neither is there, if the network is not
-    one of ours, or for options that choose among a run's."""
+def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
+    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest.
+    Raise UserError if neither is there, if the network is not one of ours, or for a step of a network."""
     folder = Path(folder)
     if is_network(folder):
-        if step or not average:
-            raise UserError(f"--step and --average choose parameters of a run; {folder} has one network")
+        if step:
+            raise UserError(f"--step={step} chooses a run's checkpoint; {folder} has one network")
         config = config_of(folder)
         require_same_network(config)
         tokenizer = load_tokenizer(folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
     record_of(folder)  # a folder that is no run is reported as such
     tokenizer = load_tokenizer(folder / "tokenizer")
-    run = load_run(folder, mesh, step, average)
-    return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset, run.is_average)
+    run = load_run(folder, mesh, step)
+    return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset)

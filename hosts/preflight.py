@@ -119,8 +119,7 @@ def needs(config: Config) -> list[str]:
     for probe in probes:
         with suppress(Exception):  # they may stay
             probe.unlink()
-    sets = 4 if config.optimizer.average else 3  # float32 parameters, two moments, the average
-    checkpoint = 4 * sets * sum(parameter_counts(config.model).values())
+    checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters, two moments
     if not str(shared).startswith("gs://"):
         with suppress(OSError):
             if (free := shutil.disk_usage(shared).free) < checkpoint:

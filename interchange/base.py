@@ -1,4 +1,4 @@
-"""The network that configs/chat.py fine-tunes, with a tokenizer for conversations, or the run that it resumes."""
+"""The network that configs/chat.py fine-tunes, with its tokenizer, or the run that it resumes."""
 
 import os
 from contextlib import suppress
@@ -14,35 +14,33 @@ from interchange.init_from import is_run, network_config, origin, tokenizer_in
 from run.checkpoint import whole_steps
 from run.folder import checkpoint_folder, record_of
 from run.record import at_hand
-from training.layout import padded
-
-ROWS = 64  # a vocabulary grows to a multiple of it, so that meshes can divide it
 
 
 class Base(NamedTuple):
     """A network to fine-tune on conversations."""
 
     config: Config
-    """A run's config, or one of only the network's options and row. The vocabulary has room for the tokens of
-    conversations."""
+    """A run's config, or one of only the network's options and row."""
     tokenizer: str
     """Folder of the tokenizer, which has these tokens."""
     is_run: bool
 
 
 def base_of_chat(config: Config) -> Base:
-    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
-    conversations are added if it lacks them. Raise UserError if either is missing."""
+    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer. Raise UserError if
+    either is missing, or if the tokenizer lacks the tokens of conversations."""
     folder = origin(config.init_from)
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
         raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
-    given = load_tokenizer(home)
-    tokenizer = given.with_chat_tokens
-    if tokenizer != given or config.init_from.startswith("gs://"):
+    tokenizer = load_tokenizer(home)
+    if missing := tokenizer.missing_chat_tokens:
+        raise UserError(
+            f"the tokenizer of {config.init_from} lacks tokens of conversations ({', '.join(missing)}). Train another "
+            "network to start from, with a tokenizer that data.prepare or raw text trains: they reserve these tokens"
+        )
+    if config.init_from.startswith("gs://"):
         home = kept(tokenizer)
-    if tokenizer.vocab_size > base.model.vocab_size:
-        base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
     return Base(base, str(home), is_run(folder))
 
 

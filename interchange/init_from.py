@@ -15,13 +15,15 @@ from jaxtyping import Array
 from configs.schema import BatchConfig, Config, ModelConfig, UserError
 from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
+from hosts.runtime import Damaged, NoCheckpoint
 from interchange.formats import function_options, hf_config, model_of_hf, own_config, spelling, stored_arrays, turned
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
 from run.record import at_hand
+from training.build import Build
 from training.optimizer import path_name
-from training.state import split_model
+from training.state import TrainState, split_model
 
 OURS = ("nanochat", "tokensum")
 """Architectures that our network computes, as config.json names them."""
@@ -91,12 +93,9 @@ def tokenizer_in(folder: Path) -> Path | None:
 
 
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if `config.init_from` has another vocabulary than the data, except for missing tokens of
-    conversations."""
+    """Raise UserError if `config.init_from` has another vocabulary than the data."""
     folder = tokenizer_in(origin(config.init_from))
-    theirs = load_tokenizer(folder) if folder else tokenizer
-    known = [it.library.get_vocab() for it in (theirs, theirs.with_chat_tokens)]
-    if tokenizer.library.get_vocab() not in known:
+    if folder and tokenizer.library.get_vocab() != load_tokenizer(folder).library.get_vocab():
         raise UserError(
             f"{config.init_from} has another vocabulary than the data; prepare the data with "
             f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
@@ -114,15 +113,10 @@ def why_no_training(config: Config) -> str:
 
 
 def require_same_network(config: Config) -> None:
-    """Raise UserError if the network in `config.init_from` computes another function than the options ask for, except
-    for rows that tokens of conversations need."""
+    """Raise UserError if the network in `config.init_from` computes another function than the options ask for."""
     config, folder = resolved(config), origin(config.init_from)
     arrays = {} if is_run(folder) else stored_arrays(folder)
     theirs, asked = network_config(folder).model, config.model
-    if theirs.vocab_size < asked.vocab_size and (tokenizer := tokenizer_in(folder)):
-        needed = load_tokenizer(tokenizer).with_chat_tokens.vocab_size
-        if theirs.vocab_size < needed <= asked.vocab_size:
-            asked = replace(asked, vocab_size=theirs.vocab_size)
     others = _function(theirs)
     problems = [
         f"{name}: {others[name]}, not {ours}" for name, ours in _function(asked).items() if others[name] != ours
@@ -171,6 +165,37 @@ def read_params(config: Config, abstract: dict) -> dict:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
     return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def initial_state(built: Build) -> TrainState:
+    """Return the state before step 0: from the seed, or from the network in `init_from`. Raise NoCheckpoint if the
+    moments are asked for, and that run's newest checkpoint is damaged."""
+    config = built.config
+    if not config.init_from:
+        return built.create_state()
+    if not config.init_optimizer:
+        return built.create_state()._replace(params=read_params(config, built.abstract_state.params))
+    folder = origin(config.init_from)
+    checkpoints = Checkpoints(network_config(folder).checkpoint.folder or folder)
+    try:
+        state, _ = checkpoints.restore(checkpoints.newest, built.abstract_state)
+    except Damaged as error:
+        raise NoCheckpoint(f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}") from error
+    zero = lambda array: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+    return state._replace(step=zero(state.step), skipped_steps=zero(state.skipped_steps))
+
+
+def require_moments(config: Config) -> None:
+    """Raise UserError if `config.init_from` has no moments that `config.init_optimizer` could bring."""
+    folder = origin(config.init_from)
+    if not is_run(folder):
+        raise UserError(f"--init_optimizer takes the moments of a run, and --init_from={config.init_from} is none")
+    theirs, ours = network_config(folder).optimizer.matrices.kind, config.optimizer.matrices.kind
+    if theirs != ours:
+        raise UserError(
+            f"--init_optimizer takes moments of the same optimizer, and {config.init_from} was trained with "
+            f"--optimizer.matrices.kind={theirs}, not {ours}: give that, or --init_optimizer=False"
+        )
 
 
 def _read_json(folder: str | Path) -> dict[str, Any]:

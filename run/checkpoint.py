@@ -1,7 +1,6 @@
 """The checkpoints of a run, and how to read them. run/saver.py writes them.
 
-checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these, or their average
-checkpoints/<step>/average/    their average, if the run has one (`optimizer.average`): read in their place
+checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these
 checkpoints/<step>/rest/       optimizer state, skipped steps
 checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
 
@@ -39,7 +38,6 @@ from training.state import TrainState
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
-AVERAGE = "average."  # beginning of its arrays' names
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
 
@@ -84,17 +82,16 @@ class Checkpoints:
         return max(self.steps, default=0)
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it. The state
-        has an average if both have one.
+        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
         Raise the same exception on every process: UserError for another network or optimizer, Damaged if the bytes
         differ from the saved ones, StorageLost if a disk or store does not answer for long.
         """
         facts = self.facts(step)
         self._require_same_state(facts, arrays_of(abstract))
-        items = self._read(step, items_of(abstract if _has_average(facts) else abstract._replace(average=None)))
+        items = self._read(step, items_of(abstract))
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
-        state = TrainState(step_array, items["params"], **items["rest"], average=items.get("average"))
+        state = TrainState(step_array, items["params"], **items["rest"])
         require_checksums(facts["checksums"], arrays_of(state), facts["shapes"])
         return state, facts
 
@@ -106,28 +103,26 @@ class Checkpoints:
             raise UserError(f"--step={step}: {self.folder} holds {', '.join(map(str, self.steps))}")
         return self.newest if step is None else step
 
-    def restore_params(self, abstract: dict, step: int | None = None, average: bool = True) -> tuple[dict, int, bool]:
-        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, its step, and
-        whether they are their average: so if it has one and it is asked for. Raise UserError if there is no checkpoint,
-        and NoCheckpoint, naming a sound one, if it is damaged."""
+    def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
+        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step.
+        Raise UserError if there is no checkpoint, and NoCheckpoint, naming a sound one, if it is damaged."""
         step = self.asked(step)
         try:
-            return self._params(step, abstract, average)
+            return self._params(step, abstract), step
         except Damaged as error:
             why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
         for other in [other for other in reversed(self.steps) if other != step]:
             with suppress(Damaged):
-                self._params(other, abstract, average)
+                self._params(other, abstract)
                 raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
         raise NoCheckpoint(f"{why}, and there is no sound one")
 
-    def _params(self, step: int, abstract: dict, average: bool) -> tuple[dict, int, bool]:
+    def _params(self, step: int, abstract: dict) -> dict:
         facts = self.facts(step)
         self._require_same_network(facts, abstract, part=True)
-        name = "average" if average and _has_average(facts) else "params"
-        items = self._read(step, {name: abstract})
+        items = self._read(step, {"params": abstract})
         require_checksums(facts["checksums"], items, facts["shapes"])
-        return items[name], step, name == "average"
+        return items["params"]
 
     def facts(self, step: int) -> dict:
         """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones. The first process
@@ -155,8 +150,7 @@ class Checkpoints:
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """Raise UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
-        differ = facts["checksums"].keys() ^ _leaves(state).keys()
-        if others := sorted(name for name in differ if not name.startswith(AVERAGE)):
+        if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in only one of the two; give the optimizer it was "
@@ -218,11 +212,7 @@ def arrays_of(state: TrainState) -> dict[str, Any]:
 def items_of(state: TrainState) -> dict[str, Any]:
     """Return the folders of a checkpoint with the state's arrays."""
     rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-    return {"params": state.params, "rest": rest} | ({"average": state.average} if state.average else {})
-
-
-def _has_average(facts: dict) -> bool:
-    return any(name.startswith(AVERAGE) for name in facts["checksums"])
+    return {"params": state.params, "rest": rest}
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory, machines, name_of
 from hosts.runtime import highest, on_first_process
+from run.programs import TrainSteps, compile_train_steps, describe
 from run.progress import Progress
 from run.record import Events
-from run.stages import Program, compile_stages, describe
 from run.times import Times
-from training.build import Build, build_stages
+from training.build import Build, build
 from training.candidate import CHUNKS, REMAT, Candidate, candidate_of, topology_of
 from training.memory import device_bytes, evaluation_memory, memory, most, most_rows, scale_of
 
@@ -40,7 +40,7 @@ COMPILATIONS = 3
 CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
 DECIDE = (
     *("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents"),
-    *("optimizer.matrices.kind", "optimizer.average"),
+    "optimizer.matrices.kind",
 )
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2
@@ -73,36 +73,33 @@ class Fitting:
         """Return the config with an earlier start's choice, or with what the closed form expects to fit."""
         return with_options(self.asked, self.kept or chosen(self._expected(1.0))) if self.auto else self.asked
 
-    def compile(self, programs: list[Program], builds: list[Build], step: int, times: Times) -> list[Build]:
-        """Compile as `compile_stages`, at most COMPILATIONS times, until a program fits. Return its builds. UserError,
+    def compile(self, built: Build, step: int, times: Times) -> tuple[Build, TrainSteps]:
+        """Compile the steps, at most COMPILATIONS times, until a program fits. Return its build, and them. UserError,
         with the smallest change that would fit, if none does. Every process must call it."""
-        LOGGER.info(describe(builds))
+        LOGGER.info(describe(built))
         if not self.auto:
-            compile_stages(programs, builds, step, times)
-            return builds
+            return built, compile_train_steps(built, times)
         self.kept = on_first_process(self._read)  # again: the record may have come from the checkpoints' folder
-        now, best, tried = self.base.having(self.kept or chosen(builds[-1])), None, []
-        if chosen(now) != chosen(builds[-1]):
-            builds = build_stages(with_options(builds[-1].config, chosen(now)))
+        now, best, tried = self.base.having(self.kept or chosen(built)), None, []
+        if chosen(now) != chosen(built):
+            built = build(with_options(built.config, chosen(now)))
         while True:
             tried.append(now)
-            new: list[Program] = []
-            needs = self._needs(now, new, builds, step, times)
+            steps, needs = self._compiled(now, built, times)
             fits, scale = needs <= self.limit, scale_of(now, needs)
             verdict = "it fits" if fits else "it does not fit"
             LOGGER.info(f"{words(now)}: a device needs {needs / GIB:.3g} of {self.limit / GIB:.3g} GiB; {verdict}")
-            best = (now, builds, new, scale) if fits else best
+            best = (now, built, steps, scale) if fits and steps else best
             if len(tried) == COMPILATIONS or (best and (self.kept or len(tried) > 1)):
                 break
             now = self._expected(scale) if best or len(tried) < COMPILATIONS - 1 else self.levels[-1]
             if now in tried:
                 break
-            builds = build_stages(with_options(builds[-1].config, chosen(now)))
-            LOGGER.info(describe(builds))
+            built = build(with_options(built.config, chosen(now)))
+            LOGGER.info(describe(built))
         if best is None:
             raise UserError(self._too_small(tried[-1], needs))
-        now, builds, new, scale = best
-        programs += new
+        now, built, steps, scale = best
         before = options(self.asked)
         for name, value in chosen(now).items():
             if name != "batch.rows_per_device" and value != before[name]:
@@ -110,22 +107,22 @@ class Fitting:
                 LOGGER.info(f"--{name}={value}: one row should not fit without it; it saves {saved / GIB:.3g} GiB")
         self._keep(chosen(now), step)
         on_first_process(lambda: self._share(chosen(now)))
-        return builds
+        return built, steps
 
-    def halved(self, builds: list[Build], run: Progress, reason: Exception) -> list[Build]:
-        """Return builds with half the rows, if the memory ran out in a step, and put that on record. Raise `reason` if
+    def halved(self, built: Build, run: Progress, reason: Exception) -> Build:
+        """Return a build with half the rows, if the memory ran out in a step, and put that on record. Raise `reason` if
         it is another error, a second time, and on several processes, of which the others would wait."""
         ends = not self.auto or self.is_halved or run.stopping or jax.process_count() > 1
-        config = builds[-1].config
+        config = built.config
         if ends or config.batch.rows == 1 or "RESOURCE_EXHAUSTED" not in str(reason):
             raise reason
         self.is_halved = True
         rows = next(n for n in self.base.row_counts if n <= config.batch.rows // 2)
         Events(config.run_dir).add("out_of_memory", run.step, rows_per_device=rows)
         LOGGER.warning(f"out of memory after step {run.step}: --batch.rows_per_device={rows} from here on")
-        builds = build_stages(with_options(config, {"batch.rows_per_device": rows}))
-        self._keep(chosen(builds[-1]), run.step)
-        return builds
+        built = build(with_options(config, {"batch.rows_per_device": rows}))
+        self._keep(chosen(built), run.step)
+        return built
 
     def _read(self) -> dict[str, Any]:
         """Return the newest choice for such devices and sizes: the run's own, or else another run's."""
@@ -168,18 +165,19 @@ class Fitting:
                 return level.having({"batch.rows_per_device": rows})
         return self.levels[-1]
 
-    def _needs(self, candidate: Candidate, programs: list[Program], *of_stages: Any) -> float:
-        """Compile, and return the bytes of a device that a candidate's step, evaluation and sampling need."""
+    def _compiled(self, candidate: Candidate, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
+        """Compile a candidate's steps. Return them, None if the compiler refused, and the bytes of a device that they,
+        an evaluation and sampling need."""
+        steps = None
         try:
-            compile_stages(programs, *of_stages)
-            # None if a ramp's last stage begins after the last step.
-            step = max((program_bytes(compiled) for program in programs for compiled in program[1:]), default=0)
+            steps = compile_train_steps(built, times)
+            step = max(map(program_bytes, steps))
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what exceeds its memory
             if "RESOURCE_EXHAUSTED" not in str(error) or exceeds_vector_memory(str(error)):
                 raise
             used = re.search(r"Used ([\d.]+)G of", str(error))
             step = float(used[1]) * GIB if used else REFUSED * self.limit
-        return most(highest(int(step)), evaluation_memory(candidate, memory(candidate)))
+        return steps, most(highest(int(step)), evaluation_memory(candidate, memory(candidate)))
 
     def _too_small(self, least: Candidate, needs: float) -> str:
         """Return that the `least` candidate, which `needs` these bytes, does not fit, and the smallest changes."""

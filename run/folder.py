@@ -233,8 +233,8 @@ def require_checkpoints(config: Config, past: Past) -> None:
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
-    """Record that the run continues from `step`, at `position` tokens of the data, with the changes and these facts.
+def accept(config: Config, fingerprint: str, changes: list[str], step: int, tokens: int, **facts: Any) -> None:
+    """Record that the run continues from `step`, at `tokens` tokens of the data, with the changes and these facts.
     Only the first process may call it, once the state is restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
@@ -242,8 +242,8 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
-    batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
-    Events(folder).add("start", step, position=position, **batch, **facts)
+    size = config.batch.tokens_per_step
+    Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

@@ -27,7 +27,7 @@ WANDB_SECONDS = 30  # seconds that the end of a run waits for unsent lines
 
 def tell(
     config: Config,
-    event: Literal["spike", "rollback", "overfitting", "failure", "end"],
+    event: Literal["spike", "overfitting", "failure", "end"],
     message: str,
     step: int | None = None,
 ) -> None:

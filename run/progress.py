@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 
-from configs.ramp import Ramp
 from configs.schema import Config
 from data.loader import StepBatches
 from run.metrics import Clock
@@ -22,9 +21,7 @@ class Start(NamedTuple):
     step: int = 0
     """Steps taken."""
     tokens: int = 0
-    """Tokens of those steps."""
-    position: int = 0
-    """Tokens of the data's sequence before the next batch: the steps' tokens, and those that rollbacks skipped."""
+    """Tokens of those steps, which are the data's position."""
     seconds: float = 0.0
     """Seconds of training."""
     losses: tuple[float, ...] = ()
@@ -53,11 +50,7 @@ class Progress:
 
     def tokens_after(self, step: int) -> int:
         """Return the tokens of the run up to `step`."""
-        return self.start.tokens + self._tokens_since(step)
-
-    def position_after(self, step: int) -> int:
-        """Return the tokens of the data's sequence up to the batch of `step`."""
-        return self.start.position + self._tokens_since(step)
+        return self.start.tokens + (step - self.start.step) * self.config.batch.tokens_per_step
 
     def here(self) -> Start | None:
         """Return where the run is, to continue from the same state; None if a failed step took that with it."""
@@ -65,17 +58,12 @@ class Progress:
             jax.block_until_ready(self.state)
         except RuntimeError:  # deleted, or what the failed step should have made
             return None
-        tokens, position = self.tokens_after(self.step), self.position_after(self.step)
-        return Start(self.state, self.step, tokens, position, self.clock.seconds, tuple(self.losses))
+        return Start(self.state, self.step, self.tokens_after(self.step), self.clock.seconds, tuple(self.losses))
 
     def drop_state(self) -> None:
         """Free the devices' memory of the state, before another is restored."""
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
-
-    def _tokens_since(self, step: int) -> int:
-        ramp = Ramp.of(self.config.batch)
-        return ramp.tokens(step) - ramp.tokens(self.start.step)
 
 
 class Due(NamedTuple):
@@ -98,16 +86,6 @@ def due_after(step: int, config: Config, *, last: bool, soon: bool = False) -> D
     )
 
 
-class Jumped(Exception):
-    """The loss jumped at a step: the run must return to its newest checkpoint and skip the batches."""
-
-    def __init__(self, spike: dict, position: int):
-        """Take `spike`: the jump's step, loss, median and rows; and `position`: tokens of the data's sequence up to and
-        including its batch."""
-        super().__init__(f"the loss jumped at step {spike['step']}")
-        self.spike, self.position = spike, position
-
-
 class GaveUp(Exception):
     """Another step makes no sense, for this reason."""
 
@@ -116,7 +94,7 @@ class Hook:
     """A hook that does nothing. Others override some methods. Every process calls every method, in the same order."""
 
     def begin(self, run: Progress) -> None:
-        """Prepare for the steps of a run: at its start, when it is resumed, and after a rollback."""
+        """Prepare for the steps of a run: at its start, and when it is resumed."""
 
     def before_step(self, run: Progress) -> None:
         """Prepare for step `run.step + 1`."""

@@ -5,11 +5,10 @@ Events are never rewritten; a resumed run drops metrics after its checkpoint (ru
 from the copy, and any machine can read it: a run in a bucket needs no other disk. Checkpoints are not part of it.
 
 `begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
-`start`: the step, the tokens of the data before it, tokens per step or the ramp, the code's hash, versions, devices and
-mesh. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of the data at which it continues.
-`out_of_memory`: the step before, and the rows that the run continues with. `stop`: the last step, the exit code, and
-the process's seconds by activity (run/times.py). Events identify a run whose checkpoints are gone, and the batch that
-each step saw.
+`start`: the step, the tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a
+complete checkpoint. `went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the step before, and the
+rows that the run continues with. `stop`: the last step, the exit code, and the process's seconds by activity
+(run/times.py). Events identify a run whose checkpoints are gone, and the batch that each step saw.
 """
 
 import json
@@ -30,7 +29,6 @@ from etils import epath
 
 from configs.command_line import Exit
 from configs.files import append_whole
-from configs.ramp import Ramp
 from configs.retry import StorageLost, first_line, passes, patiently, role
 from configs.schema import UserError
 
@@ -71,7 +69,7 @@ class Events:
             except (ValueError, TypeError, LookupError) as error:
                 raise UserError(
                     f"{self.path}: line {number} is damaged, and may say at which batch the run continues; restore the "
-                    "file, or delete that line if the run was never rolled back"
+                    "file, or delete that line if the batch's size never changed"
                 ) from error
         return events
 
@@ -114,26 +112,14 @@ def starts_in_vain(events: list[dict], newest: int) -> int:
     return count
 
 
-def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
+def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
     """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
-    batch. `ramp` applies if no start is recorded."""
-    first = position = 0
+    batch. `tokens_per_step` applies if no start is recorded."""
+    first = tokens = 0
     for event in events:
-        if event["event"] == "start" and event["step"] <= step and "position" in event:
-            ramp = Ramp.read(event.get("ramp", ""), event["tokens_per_step"])
-            first, position = event["step"], event["position"]
-    return position + ramp.tokens(step) - ramp.tokens(first), ramp.stage(step).tokens_per_step
-
-
-def rollbacks_to(events: list[dict], step: int) -> list[dict]:
-    """Return the rollbacks to the checkpoint of `step`, since it was last saved."""
-    rollbacks: list[dict] = []
-    for event in events:
-        if event["step"] == step and event["event"] == "saved":
-            rollbacks = []
-        elif event["step"] == step and event["event"] == "rollback":
-            rollbacks.append(event)
-    return rollbacks
+        if event["event"] == "start" and event["step"] <= step and "tokens" in event:
+            first, tokens, tokens_per_step = event["step"], event["tokens"], event["tokens_per_step"]
+    return tokens + (step - first) * tokens_per_step, tokens_per_step
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
@@ -165,12 +151,6 @@ def finite(value: Any, instead: Callable[[float], Any] = lambda number: None) ->
 def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
     """Return `val_bpb`, or another figure, of each step that has it, if finite."""
     return {line["step"]: figure for line in read_metrics(run_dir) if (figure := line.get(name)) is not None}
-
-
-def of_average(figures: dict) -> str:
-    """Return the bits per byte of the parameters' average in words; empty if they were not measured."""
-    bits = figures.get("average_val_bpb")
-    return "" if bits is None else f"; with the average of the parameters {bits:.4f}"
 
 
 def place(folder: str | Path) -> epath.Path:

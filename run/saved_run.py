@@ -31,23 +31,20 @@ class Run(NamedTuple):
     """Float32 parameters over the replicas of the mesh."""
     step: int
     """The checkpoint's step."""
-    is_average: bool
-    """True if the parameters are the average in the checkpoint."""
 
 
-def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Run:
-    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest: their average, if
-    it is asked for and there. Raise UserError if there is no run or checkpoint, or if the mesh cannot divide its
-    network, and NoCheckpoint if it is damaged."""
+def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
+    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
     abstract = abstract_params(config.model, mesh)
-    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step, average))
+    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step))
 
 
 def read_in_shards(
-    run_dir: str | Path, max_bytes: int, step: int | None = None, average: bool = True
+    run_dir: str | Path, max_bytes: int, step: int | None = None
 ) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
     """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters (as `load_run`) by their
     dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
@@ -67,7 +64,7 @@ def read_in_shards(
         size += nbytes
 
     def read(shard: dict[tuple, Any]) -> dict[str, np.ndarray]:
-        params, *_ = checkpoints.restore_params(unflatten_dict(shard), step, average)
+        params, _ = checkpoints.restore_params(unflatten_dict(shard), step)
         return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     return config, step, map(read, shards)

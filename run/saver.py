@@ -178,6 +178,16 @@ class Saver(Checkpoints):
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
         return None
 
+    def set_aside_after(self, step: int) -> None:
+        """Move the checkpoints newer than `step`'s to newer-checkpoints/."""
+        newer = [other for other in self.steps if other > step]
+        self.steps = [other for other in self.steps if other <= step]
+        self.scores = {other: score for other, score in self.scores.items() if other <= step}
+        move = lambda: [self._put_aside(self.folder / str(other), "newer-checkpoints") for other in newer]
+        on_first_process(lambda: patiently(str(self.folder), move))
+        if newer:
+            LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
+
     def _kept(self) -> set[int]:
         """Return the steps to keep: the newest, every n-th, and the best by bits per byte."""
         every = self.config.keep_every
@@ -202,13 +212,13 @@ class Saver(Checkpoints):
             except Exception as error:
                 LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
-    def _put_aside(self, path: epath.Path) -> None:
-        """Move an unreadable checkpoint to bad-checkpoints/, on the first process."""
-        target = self.folder.parent / "bad-checkpoints"
+    def _put_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
+        """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable."""
+        target = self.folder.parent / name
         target.mkdir(exist_ok=True)
         if self._in_bucket:
             (path / COMMITTED).unlink(missing_ok=True)
-            (target / "README").write_text("Checkpoints that could not be read.")  # a bucket has no empty folders
+            (target / "README").write_text("Checkpoints that are not used.")  # a bucket has no empty folders
         path.rename(target / f"{path.name}-{int(time.time())}")
 
     @property

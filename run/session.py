@@ -7,42 +7,45 @@ import subprocess
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from configs.command_line import Exit
 from configs.files import cache_dir, write_picture, write_whole
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.retry import patiently
-from configs.schema import Config, UserError
+from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
-from data.tokenizer import TextTokenizer
 from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
 from hosts.preflight import ROOT, code_digest, preflight
 from hosts.runtime import check_hosts_agree, describe_processes, on_first_process, versions
 from hosts.stop import Stop, limited
-from interchange.growth import describe_growth, initial_state, require_moments
-from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
+from interchange.init_from import (
+    initial_state,
+    require_moments,
+    require_same_network,
+    require_same_vocabulary,
+    why_no_training,
+)
 from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
 from run.notify import tell
 from run.progress import Progress, Start
-from run.record import Events, Record, of_average, read_metrics, rollbacks_to, scores, starts_in_vain
+from run.record import Events, Record, read_metrics, scores, starts_in_vain
 from run.saver import Saver
 from run.times import Times, seconds_by_activity
-from training.build import Build, build_stages
+from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
-from training.state import average_begins, params_sha256
+from training.state import params_sha256
 
 STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
 
@@ -53,11 +56,10 @@ def check_processes(config: Config, cluster: Cluster) -> None:
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
-def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
-    """Return the builds of the run's stages, with the steps of `epochs` for `steps=0`, the text that it trains on, and
+def open_training(config: Config) -> tuple[Build, Text, Evaluator]:
+    """Return the run's build, with the steps of `epochs` for `steps=0`, the text that it trains on, and
     what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
-    builds = build_stages(config)
-    built = builds[-1]  # for everything that does not depend on the size of a step
+    built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     where = config.checkpoint.folder or config.run_dir
     begun = lambda: patiently(where, lambda: whole_steps(checkpoint_folder(config)))
@@ -69,15 +71,13 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
-    ramp = Ramp.of(config.batch)
-    rows = ramp.tokens(config.steps) // length
+    rows_per_step = micro_batches * rows
+    rows = config.steps * rows_per_step
     if not config.steps:
         rows = ceil(config.epochs * sum(map(len, text.train)))  # the last step may go beyond them
-        steps = ramp.steps_in(rows * length)
-        config = replace(config, steps=steps + (ramp.tokens(steps) < rows * length))
+        config = replace(config, steps=ceil(rows / rows_per_step))
         validate(config)
-        builds = build_stages(config)
-        built = builds[-1]
+        built = build(config)
     LOGGER.info(text.outlook(rows, length, config.data.max_epochs))
     if text.too_long:
         LOGGER.info(text.too_long)
@@ -90,13 +90,15 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
-        LOGGER.info("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
-    return builds, text, evaluator
+        LOGGER.info(describe_start(config))
+    return built, text, evaluator
 
 
-def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record) -> tuple[Past, Saver]:
-    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints. UserError if
-    the folder holds another run, or if the hosts cannot train together."""
+def open_folder(
+    built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock, record: Record
+) -> tuple[Past, Saver]:
+    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
+    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together."""
     config = built.config
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
@@ -105,19 +107,39 @@ def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, r
     on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, past)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
-        return past, open_checkpoints(config, record)
+        return past, open_checkpoints(config, record, resume_step)
 
 
-def open_checkpoints(config: Config, record: Record) -> Saver:
-    """Return the run's checkpoints. Raise UserError if they have more steps than the run should have."""
+def open_checkpoints(config: Config, record: Record, resume_step: int | None = None) -> Saver:
+    """Return the run's checkpoints, back at `resume_step`. Raise UserError if they have more steps than the run should
+    have."""
     run_dir = Path(config.run_dir)
     on_saved = lambda step: Events(run_dir).add("saved", step)
     checkpoints = Saver(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
     if not checkpoints.steps and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
+    if resume_step is not None:
+        go_back_to(resume_step, config, checkpoints)
     if checkpoints.newest > config.steps:
         raise UserError(f"--steps={config.steps}, but {run_dir} has come to step {checkpoints.newest} already")
     return checkpoints
+
+
+def go_back_to(step: int, config: Config, checkpoints: Saver) -> None:
+    """Set aside the checkpoints newer than `step`'s, and record it. Do nothing if the same command did so before: with
+    the same options the run would take the same course. Raise UserError if there is no such checkpoint."""
+    events = Events(config.run_dir)
+    deciding = {name: value for name, value in options(config).items() if not free_to_change(name)}
+    asked = {"step": step, "options_sha256": sha256(json.dumps(deciding).encode()).hexdigest()}
+    went_back = on_first_process(lambda: [event for event in events.read() if event["event"] == "went_back"])
+    if went_back and {name: went_back[-1][name] for name in asked} == asked:
+        LOGGER.info(f"--resume_step={step}: the run went back there in an earlier start, and continues")
+        return
+    if step not in checkpoints.steps:
+        held = ", ".join(map(str, checkpoints.steps)) or "none"
+        raise UserError(f"--resume_step={step}: {config.run_dir} holds no such checkpoint; it holds: {held}")
+    checkpoints.set_aside_after(step)
+    on_first_process(lambda: events.add("went_back", **asked))
 
 
 def why_nothing_to_do(config: Config, past: Past, checkpoints: Saver) -> str:
@@ -152,27 +174,17 @@ def why_given_up(config: Config, newest: int, record: Record) -> str:
     )
 
 
-def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Times) -> Start:
-    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0.
-    `tokenizer`: the text's."""
+def resume(built: Build, checkpoints: Saver, times: Times) -> Start:
+    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
-        events = on_first_process(Events(config.run_dir).read)
         restored = checkpoints.restore_newest(built.abstract_state)
         if restored is None:
-            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
+            return Start(jax.block_until_ready(initial_state(built)))  # making it is not training
     state, facts = restored
-    step, begins = facts["step"], average_begins(config)
-    if built.abstract_state.average and not state.average:  # the option is new
-        if step > begins:
-            raise UserError(
-                f"--optimizer.average={config.optimizer.average} is of the steps after {begins}, and the run has come "
-                f"to step {step} without an average; at most {1 - step / config.steps:.6g} would work"
-            )
-        state = state._replace(average=jax.tree.map(jnp.copy, state.params))
-    position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
+    step = facts["step"]
     LOGGER.info(f"continuing after step {step} of {config.steps}")
-    return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
+    return Start(state, step, facts["tokens"], facts["seconds"], tuple(facts["losses"]))
 
 
 def made_with(mesh: Mesh) -> dict[str, Any]:
@@ -191,7 +203,7 @@ def record_start(built: Build, text: Text, changes: list[str], start: Start, tim
     config = built.config
     with times.during("start"):
         facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
-        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
+        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.tokens, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
 
@@ -224,9 +236,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
             f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it"
         )
     else:
-        digests = {"params_sha256": params_sha256(run.state.params, config.model)}  # gathered from all processes
-        if run.state.average:
-            digests["average_sha256"] = params_sha256(run.state.average, config.model)
+        digest = params_sha256(run.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, as reported
@@ -239,7 +249,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
         return code
 
     skipped, tokens, seconds = int(run.state.skipped_steps), run.tokens_after(run.step), run.clock.seconds
-    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
+    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, params_sha256=digest)
     summary["seconds_by_activity"] = seconds_of
     plot_loss(run_dir)
     # The last file: it marks the run as complete.
@@ -249,7 +259,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
-        f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
         f"{spent}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
@@ -264,8 +274,6 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
-    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
     losses |= {"core": core} if (core := newest("core")) is not None else {}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
@@ -286,8 +294,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    if average := course("average_val_loss"):
-        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

@@ -23,7 +23,6 @@ def write_run(
     complete: bool = True,
     slope: float = 1.0,
     batch: int = 65_536,
-    ramp: str = "",
     line: dict | None = None,
     core: bool = False,
     code: int | None = None,
@@ -32,7 +31,7 @@ def write_run(
     """Write a run of `logged` of its steps, with a line every ten. `line` overrides fields of each logged line, `core`
     adds benchmarks, `code` ends the run with this exit code, and `options` belong to Config."""
     folder.mkdir(parents=True)
-    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch, ramp=ramp), **options)  # pyright: ignore
+    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
     versions = {"python": "3.12.1", "jax": "0.12.0.1"}
     record = {"config": dataclasses.asdict(config), "dataset": "5220a8abef52476f", "versions": versions}
@@ -69,7 +68,7 @@ def write_run(
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}
             lines.append({"step": step + 5, "spike": facts, **when})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    events: list[dict] = [{"event": "start", "step": 0, "position": 0, "tokens_per_step": batch}]
+    events: list[dict] = [{"event": "start", "step": 0, "tokens": 0, "tokens_per_step": batch}]
     if complete or code is not None:
         events.append({"event": "stop", "step": last, "code": code or 0})
     stamped = ({**event, "time": BEGAN + 30 + event["step"]} for event in events)

@@ -4,9 +4,7 @@ Commands run in this process on two of its devices, and load programs from the s
 get a process of their own. (With eight devices on two cores, threads would wait for each other in every collective.)
 """
 
-import gc
 import json
-import math
 import re
 import shutil
 import signal
@@ -16,7 +14,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from unittest.mock import Mock
 
 import jax
@@ -34,12 +31,10 @@ import tools.dataset
 import tools.inspect as inspect_run
 import train
 from configs.command_line import Exit
-from configs.ramp import Ramp
 from configs.schema import UserError
 from hosts.machines import machines
 from hosts.runtime import run_command
-from run.checkpoint import Checkpoints
-from run.record import Events, batch_of, read_metrics
+from run.record import read_metrics
 from run.saver import Saver
 from run.times import ACTIVITIES
 from tests.evaluation.core_bundle import make_bundle
@@ -190,11 +185,11 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_diagnostics_and_an_average_ends_like_one_without(folder, monkeypatch):
+def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
-    measured = ("--run_dir=measured", "--diagnostics.every_steps=4", "--optimizer.average=0.5")
+    measured = ("--run_dir=measured", "--diagnostics.every_steps=4")
     for started in [start(folder, *options, *more) for more in (["--run_dir=plain"], measured)]:
         finish(started)
     logged = lambda name: [line for line in lines_of(folder / name) if "loss" in line]
@@ -362,7 +357,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.fitting.compile_stages", compiling)
+    monkeypatch.setattr("run.fitting.compile_train_steps", compiling)
     monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     log = capfd.readouterr().err
@@ -536,7 +531,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     monkeypatch.chdir(folder)
     options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
     text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer")
-    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_train_steps", Mock(side_effect=UserError("stop here")))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=less", *options, *text) == 2
     output = capfd.readouterr().out
     assert ": fewer than --eval.tokens=1,000,000, of " in output and "document(s): too few" in output
@@ -556,7 +551,7 @@ def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_w
     log = capfd.readouterr().err
     assert "give --data.tokenizer=start" in log and "preparing" not in log
     assert not Path("on new").exists()
-    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_train_steps", Mock(side_effect=UserError("stop here")))
     for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
         assert run("train", monkeypatch, *command, "--data.tokenizer=start", *options) == 2
         output = capfd.readouterr().out
@@ -622,65 +617,16 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}
 
 
-@pytest.fixture(scope="module")
-def jumpy(folder) -> float:
-    """Return a spike_factor that two steps' losses exceed after the first checkpoint, whatever this JAX rounds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run("train", patch, "--config=tiny.py", "--run_dir=course", "--log.every_steps=1", *FAST) == 0
-    losses = [line["loss"] for line in lines_of(folder / "course") if "loss" in line]
-    ratios = sorted(losses[i] / median(losses[max(0, i - 64) : i]) for i in range(20, len(losses)))
-    return sum(ratios[-3:-1]) / 2
-
-
 @pytest.mark.medium
-def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
+def test_a_jump_is_logged_with_the_rows_that_tools_dataset_shows(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.hooks.judge.MOST_ROLLBACKS", 50)  # restored after the test, whatever the config file sets
-    Path("patient.py").write_text(f"{CONFIG}\nimport run.hooks.judge\nrun.hooks.judge.MOST_ROLLBACKS = 50\n")
-    rolling = ("--config=patient.py", f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback")
-    assert run("train", monkeypatch, "--run_dir=rolled", *rolling) == 0
+    options = ("--config=tiny.py", "--run_dir=jumpy", *FAST, "--steps=20", "--stability.spike_factor=0.5")
+    assert run("train", monkeypatch, *options) == 0
     output = "".join(capfd.readouterr())
-    lines = lines_of(folder / "rolled")
-    rollbacks = [line for line in lines if "rollback" in line]
-    assert rollbacks and all(line["step"] % 20 == 0 for line in rollbacks)
-    first = rollbacks[0]["rollback"]
-    assert first["loss"] > jumpy * first["median"] and len(first["rows"]) == 16
-    assert f"step {first['batch'] + 1}: the loss jumped to " in output and "back to step" in output
-    assert f"python -m tools.dataset rolled --step={first['batch']}" in output
-    assert run("inspect", monkeypatch, "course", f"--step={first['batch']}", "--rows=1") == 0  # the same rows
-    assert f"row {first['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out
-    facts = Checkpoints(folder / "rolled").facts(120)
-    assert facts["tokens"] == 120 * 512
-    assert facts["position"] > max(facts["tokens"], rollbacks[-1]["rollback"]["position"])
-    assert batch_of(Events(folder / "rolled").read(), 120, Ramp.read("", 1)) == (facts["position"], 512)
-    assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
-    # Kill it right after a rollback: it takes the same course.
-    process = start(folder, "--run_dir=again", *rolling)
-    wait_until(lambda: any("rollback" in line for line in read_metrics(folder / "again")), process)
-    process.kill()
-    process.communicate()
-    assert run("train", monkeypatch, "--run_dir=again", *rolling) == 0
-    assert lines_of(folder / "again") == lines
-    assert summary(folder / "again")["params_sha256"] == summary(folder / "rolled")["params_sha256"]
-
-
-def test_rollbacks_that_do_not_help_end_the_run(folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    hopeless = ("--stability.spike_factor=0.5", "--stability.rollback")
-    monkeypatch.setattr("run.hooks.judge.MOST_ROLLBACKS", 2)
-    command = ("--config=tiny.py", "--run_dir=hopeless", *FAST, *hopeless, "--checkpoint.every_steps=20")
-    restore, bytes_before = Saver.restore_newest, []
-
-    def measured(self, *arguments):
-        gc.collect()
-        bytes_before.append(sum(leaf.nbytes for leaf in jax.live_arrays()))
-        return restore(self, *arguments)
-
-    monkeypatch.setattr(Saver, "restore_newest", measured)
-    assert run("train", monkeypatch, *command) == 1
-    assert "2 rollbacks to step 20 did not help" in "".join(capfd.readouterr())
-    facts = Checkpoints(folder / "hopeless").facts(20)
-    params = 4 * sum(math.prod(shape) for shape in facts["shapes"].values())
-    assert len(bytes_before) == 3
-    assert max(bytes_before) < bytes_before[0] + params, "the state that is given up is still there at a rollback"
+    first = next(line for line in lines_of(folder / "jumpy") if "spike" in line)
+    spike, step = first["spike"], first["step"]
+    assert spike["loss"] > 0.5 * spike["median"] and len(spike["rows"]) == 16
+    assert f"step {step}: the loss jumped to " in output
+    assert f"python -m tools.dataset jumpy --step={step - 1}" in output
+    assert run("inspect", monkeypatch, "jumpy", f"--step={step - 1}", "--rows=1") == 0
+    assert f"row {spike['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out

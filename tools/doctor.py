@@ -15,13 +15,13 @@ from data.dataset import open_text
 from hosts.preflight import preflight
 from hosts.runtime import cache_dir, run_command, start_jax
 from run.session import check_processes
-from training.build import build_stages
+from training.build import build
 
 
 def main() -> int:
     config, _ = parse(__doc__)
     cluster = start_jax()
-    built = build_stages(config)[-1]
+    built = build(config)
     check_processes(config, cluster)
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())

@@ -9,19 +9,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from configs.ramp import Ramp
 from configs.schema import Config
 from training.diagnostics import make_measure
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
-from training.schedule import Schedule, of_stage
-from training.state import TrainState, abstract_state, average_begins, compute_dtype, create_state
+from training.schedule import Schedule
+from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
 class Build(NamedTuple):
-    """The mesh, sizes and programs of one stage of a config's ramp. Nothing in it is compiled or on a device yet. Mesh,
-    state and `eval_step` are the same for all stages. Nine fields: `build` makes all from one config."""
+    """The mesh, sizes and programs of a config. Nothing in it is compiled or on a device yet. Nine fields, which
+    `build` makes from one config."""
 
     config: Config
     """The config, with `model.dtype` resolved."""
@@ -50,8 +49,7 @@ class Build(NamedTuple):
 
     def create_state(self) -> TrainState:
         """Return the state before step 0, already sharded."""
-        averages = self.config.optimizer.average > 0
-        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed, averages)
+        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, types and shardings of a step's batch."""
@@ -61,26 +59,16 @@ class Build(NamedTuple):
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
 
 
-def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1) -> Build:
-    """Return the build for all devices here, or those given, and one stage of `batch.ramp`: by default the last, whose
-    steps are the largest. Raise UserError if the config does not fit them."""
+def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
+    """Return the build for all devices here, or those given. Raise UserError if the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
-    of_ramp = Ramp.of(config.batch).stages[stage]
-    here = of_stage(config, of_ramp)
-    offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # the steps before, counted in steps of this size
-    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
-    state = abstract_state(config.model, optimizer, mesh, config.optimizer.average > 0)
+    optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
+    state = abstract_state(config.model, optimizer, mesh)
     of_step = (config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm, config.seed)
     train_step, measuring_step = (
-        make_train_step(*of_step, average_begins(config), measure, config.deterministic)
-        for measure in (None, make_measure(config.model, mesh))
+        make_train_step(*of_step, measure, config.deterministic) for measure in (None, make_measure(config.model, mesh))
     )
-    shape, eval_step = batch_shape(here.batch, mesh), make_eval_step(config.model, dtype, mesh)
+    shape, eval_step = batch_shape(config.batch, mesh), make_eval_step(config.model, dtype, mesh)
     return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)
-
-
-def build_stages(config: Config, devices: Sequence[Any] | None = None) -> list[Build]:
-    """Return the build of each stage of `batch.ramp`, in order. Raise UserError if the rows of any do not divide."""
-    return [build(config, devices, stage) for stage in range(len(Ramp.of(config.batch).stages))]

@@ -6,7 +6,6 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any
 
-from configs.ramp import Ramp
 from configs.schema import DATA_AXES, Config, options, with_options
 from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
 from model.gpt import Parameter, kinds
@@ -73,11 +72,10 @@ class Candidate:
 
     @property
     def row_counts(self) -> list[int]:
-        """Return the rows_per_device that divide every step of the run's ramp, the most first."""
-        batch, replicas = self.config.batch, self.sizes["data"] * self.sizes["fsdp"]
-        of_step = lambda size: step_shape(replace(batch, tokens_per_step=size, rows_per_device="auto"), self.sizes)
-        shares = [of_step(stage.tokens_per_step)[1] // replicas for stage in Ramp.of(batch).stages]
-        return [n for n in range(max(shares), 0, -1) if all(share % min(n, share) == 0 for share in shares)]
+        """Return the rows_per_device that divide a step, the most first."""
+        replicas = self.sizes["data"] * self.sizes["fsdp"]
+        share = step_shape(replace(self.config.batch, rows_per_device="auto"), self.sizes)[1] // replicas
+        return [n for n in range(share, 0, -1) if share % n == 0]
 
     @property
     def tokens(self) -> int:
@@ -116,10 +114,9 @@ class Candidate:
 
 
 def candidate_of(config: Config, devices: Sequence[Any]) -> Candidate:
-    """Return a config on devices that are here, with the largest step of its ramp."""
+    """Return a config on devices that are here."""
     dtype = compute_dtype(config.model, devices[0].platform).name
-    size = Ramp.of(config.batch).stages[-1].tokens_per_step
-    return Candidate(with_options(config, {"model.dtype": dtype, "batch.tokens_per_step": size}), topology_of(devices))
+    return Candidate(with_options(config, {"model.dtype": dtype}), topology_of(devices))
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:

@@ -27,7 +27,7 @@ def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, i
 
 def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int, int]:
     """Return `(K, B, T)` of a step's arrays: K micro-batches of B rows (over the mesh) of T tokens. The step has
-    `config.tokens_per_step`, whatever the ramp. With `rows_per_device=auto` it is one micro-batch.
+    `config.tokens_per_step`. With `rows_per_device=auto` it is one micro-batch.
 
     Raise UserError, with the sizes that would work, if the step's rows do not divide.
     """
@@ -39,7 +39,7 @@ def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int,
     above = [n * unit for n in shares if n * replicas > rows][:1]
     works = " or ".join(map(str, below + above))
     size = config.tokens_per_step
-    option = f"--batch.ramp={config.ramp}: {size}" if config.ramp else f"--batch.tokens_per_step={size}"
+    option = f"--batch.tokens_per_step={size}"
     if rows % replicas:
         raise UserError(
             f"{option} is {rows} rows of {config.sequence_length} tokens, "

@@ -1,6 +1,6 @@
 """Memory of a step, evaluation and sampling on a device, in closed form. docs/planning.md has its errors.
 
-Parameters and their average, moments, the batch, and gathered, summed and kept arrays are counted from shapes. A
+Parameters, moments, the batch, and gathered, summed and kept arrays are counted from shapes. A
 compiler's additions (`temporaries`) follow a rule for each platform, chosen to match compiled programs.
 """
 
@@ -30,7 +30,7 @@ def memory(candidate: Candidate) -> dict[str, float]:
             second = count * candidate.share(
                 (inputs, 1) if rows else (1, outputs), (p.axes[0], None) if rows else (None, p.axes[1])
             )
-        parts["parameters"] += 4 * share * (1 + (candidate.config.optimizer.average > 0))
+        parts["parameters"] += 4 * share
         parts["moments"] += 4 * (share + second)
         parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
         parts["gradient sums"] += 4 * replica

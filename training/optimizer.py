@@ -97,16 +97,14 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
 def make_optimizer(
     config: OptimizerConfig,
     model: ModelConfig,
-    steps: int | float,
+    steps: int,
     mesh: Mesh | None = None,
-    offset: float = 0.0,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """Return the transformation of a network's parameters, and each group's learning rate as a function of the step,
     for the log. Raise UserError if a parameter declares an unknown group.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work (None: the first device does all). In a stage of a ramp, `steps` and the config's warmups
-    count steps of the stage's size; `step` is the run's number, and `offset` is added to it.
+    `mesh` share Muon's work (None: the first device does all).
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
@@ -136,10 +134,4 @@ def make_optimizer(
 
     built = {name: group(name) for name in present}
     transform = optax.partition({name: transform for name, (transform, _) in built.items()}, groups)
-    rates = {name: rate for name, (_, rate) in built.items()}
-    if not offset:
-        return transform, rates
-    counted = lambda step: step + offset
-    update = lambda updates, state, params=None, *, step: transform.update(updates, state, params, step=counted(step))
-    later = {name: lambda step, rate=rate: rate(counted(step)) for name, rate in rates.items()}
-    return optax.GradientTransformationExtraArgs(transform.init, update), later  # pyright: ignore
+    return transform, {name: rate for name, (_, rate) in built.items()}

@@ -1,5 +1,5 @@
 """Learning rates as functions of the step number, without a counter that could drift; and configs scaled to other
-rates, or to a stage of a ramp, whose rates, betas and warmups follow."""
+rates or to another batch."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -7,14 +7,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from configs.ramp import Ramp, Stage
 from configs.schema import Config, ScheduleConfig, options, with_options
 
 Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
 Rule = Literal["root", "linear"]
 
 
-def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
+def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
     """Return the factor of the peak rate at step 0 <= t < steps: in (0, 1]. It reaches `final` at t = steps."""
 
     def schedule(step: Num[Array, ""] | int) -> Float[Array, ""]:
@@ -43,18 +42,6 @@ def for_batch(config: Config, factor: float, rule: Rule) -> Config:
     the factor (arXiv:2507.07101). First moments and decay are unchanged."""
     config = with_rates(config, factor if rule == "linear" else factor**0.5)
     return each(config, "beta2", lambda beta2: beta2**factor)
-
-
-def of_stage(config: Config, stage: Stage) -> Config:
-    """Return the config of a stage's steps: its size, and the rates and second moments that follow from it. The run's
-    length and warmups are in steps of that size, which keeps them equal in tokens. A constant batch is unchanged."""
-    ramp, size = Ramp.of(config.batch), stage.tokens_per_step
-    if config.batch.ramp_scaling != "none" and config.batch.ramp:
-        config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)
-    for name in ("warmup_steps", "momentum_warmup_steps"):
-        config = each(config, name, lambda warmup: ramp.tokens(warmup) / size)
-    values = {"steps": ramp.tokens(config.steps) / size, "batch.tokens_per_step": size}
-    return with_options(config, values)
 
 
 def each(config: Config, field: str, change: Callable) -> Config:

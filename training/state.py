@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from configs.schema import Config, ModelConfig
+from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
@@ -35,19 +35,6 @@ class TrainState(NamedTuple):
     """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]
     """Steps skipped so far: no valid token, or a gradient that is not finite."""
-    average: dict | None = None
-    """The mean of the parameters after each step that `optimizer.average` covers, so far; until then the parameters
-    after the last step. Stored as they are. None without the option."""
-
-
-def average_begins(config: Config) -> int:
-    """Return the step after which the parameters are averaged: over one step at least, if at all."""
-    return config.steps - max(round(config.optimizer.average * config.steps), config.optimizer.average > 0)
-
-
-def begun_average(state: TrainState, config: Config, step: int) -> dict | None:
-    """Return the state's average after `step` steps, or None until it begins: then it equals the parameters."""
-    return state.average if step > average_begins(config) else None
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
@@ -77,26 +64,24 @@ def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: Place) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(stored.stored, dtype, sharding=NamedSharding(mesh, spec_of(stored)))
 
 
-def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, average: bool = False
-) -> TrainState:
+def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Return the stored shapes, types and shardings of the state.
 
     A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
-    replicated. `average`: the state has one.
+    replicated.
     """
     places = jax.tree_util.tree_leaves_with_path(parameter_places(config, mesh))
     axes = {_keys(path): place.axes for path, place in places}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
-        # The path of a moment or an average ends with its parameter's.
+        # The path of a moment ends with its parameter's.
         divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
         divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
         return _abstract(leaf.dtype, mesh, place(leaf.shape, divided, mesh.shape))
 
     params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), config)
-    shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer, average=average), params)
+    shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
     return jax.tree_util.tree_map_with_path(stored, shapes)
 
 
@@ -104,24 +89,21 @@ def _keys(path: tuple) -> tuple:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def create_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, average: bool = False
-) -> TrainState:
+def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """Return the state before step 0. It depends on the seed and the sizes, not on the mesh."""
-    abstract = abstract_state(config, optimizer, mesh, average)
+    abstract = abstract_state(config, optimizer, mesh)
 
     def create() -> TrainState:
         model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
-        state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer, average)
+        state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
         return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 
     return jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 
 
-def _initial_state(params: dict, optimizer: optax.GradientTransformation, average: bool) -> TrainState:
+def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
-    of_average = jax.tree.map(jnp.zeros_like, params) if average else None  # the first step sets it
-    return TrainState(zero, params, optimizer.init(params), zero, of_average)
+    return TrainState(zero, params, optimizer.init(params), zero)
 
 
 def stored_as(tree: T, abstract: Any) -> T:

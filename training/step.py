@@ -139,10 +139,9 @@ def apply_update(
     optimizer: optax.GradientTransformationExtraArgs,
     groups: Sequence[str],
     clip_norm: float,
-    average_after: int,
 ) -> Update:
     """Divide, clip and update. A step without a valid token, or with a gradient that is not finite, changes only the
-    counts and the average. `groups`: the group of each parameter, in the tree's order."""
+    counts. `groups`: the group of each parameter, in the tree's order."""
     gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), sums.gradients)
     by_group: dict[str, list[Array]] = {name: [] for name in sorted(set(groups))}
     for name, leaf in zip(groups, jax.tree.leaves(gradients)):
@@ -157,16 +156,8 @@ def apply_update(
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(sound, new, old), (params, opt_state), (state.params, state.opt_state)
     )
-    average = state.average and running_mean(state.average, params, state.step + 1 - average_after)
-    after = TrainState(state.step + 1, params, opt_state, state.skipped_steps + jnp.where(sound, 0, 1), average)
+    after = TrainState(state.step + 1, params, opt_state, state.skipped_steps + jnp.where(sound, 0, 1))
     return Update(after, gradients, grad_norms, grad_norm, clip, updates)
-
-
-def running_mean(mean: dict, params: dict, count: Int[Array, ""]) -> dict:
-    """Return the mean of the parameters after `count` steps, from the `mean` without the last step's `params`. These
-    are the mean of one step, and of none."""
-    count = jnp.maximum(count, 1)
-    return jax.tree.map(lambda mean, new: jnp.where(count == 1, new, mean + (new - mean) / count), mean, params)
 
 
 def make_train_step(
@@ -178,12 +169,11 @@ def make_train_step(
     rates: Mapping[str, Schedule],
     clip_norm: float,
     seed: int,
-    average_after: int,
     measure: Measure | None = None,
     deterministic: bool = True,
 ) -> TrainStep:
     """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is sharded as `abstract_state`, and
-    donated. Its average, if it has one, is of the parameters after the steps beyond `average_after`.
+    donated.
 
     Metrics are scalars: `loss` (nats a valid token), `z_loss` (its addition, if it is on), `grad_norm` (before the
     clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far:
@@ -206,7 +196,7 @@ def make_train_step(
             micro_batches, rows, _ = batch["inputs"].shape
             batch = {**batch, "dropout_keys": dropout_keys(seed, state.step, (micro_batches, rows))}
         sums = sums_of(state.params, batch)
-        update = apply_update(state, sums, optimizer, groups, clip_norm, average_after)
+        update = apply_update(state, sums, optimizer, groups, clip_norm)
         metrics = {
             "loss": sums.loss / jnp.maximum(sums.tokens, 1),
             "grad_norm": update.grad_norm,

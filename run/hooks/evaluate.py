@@ -11,9 +11,8 @@ from hosts.runtime import on_first_process
 from run.hooks.log import Log
 from run.notify import tell
 from run.progress import Due, Hook, Progress, due_after
-from run.record import of_average, read_metrics
+from run.record import read_metrics
 from run.saver import Saver
-from training.state import begun_average
 from training.step import Metrics
 
 IN_A_ROW = 3  # one or two worse evaluations are common while the rate is high
@@ -26,12 +25,12 @@ class Evaluate(Hook):
     def __init__(
         self,
         config: Config,
-        measure: Callable[[dict, dict | None], dict],
+        measure: Callable[[dict], dict],
         measure_tasks: Callable[[dict], dict],
         checkpoints: Saver,
         log: Log,
     ):
-        """Take `measure(params, average)`, which returns the results on held-out text with samples, and
+        """Take `measure(params)`, which returns the results on held-out text with samples, and
         `measure_tasks(params)`, which returns those of `eval.tasks`."""
         self.config, self.measure, self.measure_tasks = config, measure, measure_tasks
         self.checkpoints, self.log = checkpoints, log
@@ -49,14 +48,11 @@ class Evaluate(Hook):
         lines = lambda: [line for line in read_metrics(self.config.run_dir) if line["step"] == run.step]
         on_record = on_first_process(lambda: [name for line in lines() for name in line])
         if due.evaluate and "val_loss" not in on_record:
-            average = begun_average(run.state, self.config, run.step)
-            results = self._measured(run, lambda params: self.measure(params, average))
+            results = self._measured(run, self.measure)
             loss, bits = results["val_loss"], results["val_bpb"]
             self.checkpoints.score(run.step, bits)
             error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
-            LOGGER.info(
-                f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{of_average(results)}"
-            )
+            LOGGER.info(f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
         if run.step > 0 and due.tasks and "core" not in on_record:
             results = self._measured(run, self.measure_tasks)
             LOGGER.info(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")

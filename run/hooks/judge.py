@@ -1,4 +1,4 @@
-"""The hook that detects skipped steps and jumps of the loss, and the rollback after a jump."""
+"""The hook that reports skipped steps and jumps of the loss."""
 
 import math
 from collections.abc import Callable
@@ -6,43 +6,32 @@ from statistics import median
 from typing import Any
 
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.schema import Config
-from hosts.runtime import on_first_process
 from run.hooks.log import Log, ReadStep
-from run.hooks.save import Save
 from run.notify import tell
-from run.progress import Due, GaveUp, Hook, Jumped, Progress
-from run.record import Events, rollbacks_to
+from run.progress import Due, GaveUp, Hook, Progress
 from training.step import Metrics
 
 MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 ENOUGH = 16  # fewest losses to compare a loss with
-MOST_ROLLBACKS = 3  # to one checkpoint
 
 
 class Judge(Hook):
-    """Reports skipped steps and jumps of the loss. Raises GaveUp after too many consecutive skipped steps, and Jumped
-    if `stability.rollback` is on and there is a checkpoint to return to."""
+    """Reports skipped steps and jumps of the loss. Raises GaveUp after too many consecutive skipped steps."""
 
-    def __init__(self, config: Config, log: Log, save: Save, seen: Callable[[Any], dict]):
+    def __init__(self, config: Config, log: Log, seen: Callable[[Any], dict]):
         """Take `seen(numbers)`, which returns the rows and texts of a batch by its rows' numbers."""
-        self.config, self.log, self.save, self.seen = config, log, save, seen
+        self.config, self.log, self.seen = config, log, seen
 
     def begin(self, run: Progress) -> None:
         self.skipped, self.skipped_in_a_row = int(run.state.skipped_steps), 0
 
     def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
-        jumps = []
         for read in self.log.just_read:
             self._count_skipped(read)
-            jumps += self._jumps(run, read)
+            self._report_jump(run, read)
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise GaveUp(f"{MOST_SKIPPED} steps in a row were skipped")
-        if jumps and self.config.stability.rollback:
-            if self.save.newest():
-                raise Jumped(jumps[0], run.position_after(jumps[0]["step"]))
-            LOGGER.warning("no checkpoint is older than the jump: the run continues")
 
     def _count_skipped(self, read: ReadStep) -> None:
         skipped = read.values["skipped_steps"]
@@ -53,34 +42,16 @@ class Judge(Hook):
             why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
             LOGGER.warning(f"step {read.step} changed nothing: {why}; {skipped} step(s) skipped so far")
 
-    def _jumps(self, run: Progress, read: ReadStep) -> list[dict]:
-        """Compare a step's loss with those before it. Return the record of a jump, if any."""
+    def _report_jump(self, run: Progress, read: ReadStep) -> None:
+        """Compare a step's loss with those before it. Log a jump with its rows."""
         loss, factor = read.values["loss"], self.config.stability.spike_factor
         usual = median(run.losses) if len(run.losses) >= ENOUGH else math.inf
         if math.isfinite(loss):
             run.losses.append(loss)
         if not factor or not loss > factor * usual:
-            return []
-        batch = Ramp.of(self.config.batch).steps_in(run.position_after(read.step - 1))
-        seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
-        spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
+            return
+        seen = self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))
         jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
         LOGGER.warning(f"{jumped}; its rows: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
-        self.log.writer.write(spike)
+        self.log.writer.write({"step": read.step, "spike": {"loss": loss, "median": usual, **seen}})
         tell(self.config, "spike", jumped, read.step)
-        return [spike]
-
-
-def roll_back(save: Save, run: Progress, jump: Jumped) -> None:
-    """Record that the run resumes from its newest checkpoint, without the batches up to the jump's. Raise GaveUp after
-    MOST_ROLLBACKS rollbacks to that checkpoint."""
-    config, spike = run.config, jump.spike
-    newest = save.newest()
-    if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) >= MOST_ROLLBACKS:
-        run.step = spike["step"]
-        raise GaveUp(f"{MOST_ROLLBACKS} rollbacks to step {newest} did not help")
-    on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
-    back = f"back to step {newest}, and on without the batches up to step {spike['step']}"
-    LOGGER.info(back)
-    tell(config, "rollback", back, newest)
-    run.step = newest

@@ -1,4 +1,4 @@
-"""The hooks that write metrics.jsonl: the lines of logged steps, changes of options, and rollbacks."""
+"""The hooks that write metrics.jsonl: the lines of logged steps, and changes of options."""
 
 import json
 import platform
@@ -11,7 +11,6 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.schema import options
 from hosts.machines import peak_flops
 from hosts.peers import exchange
@@ -21,7 +20,7 @@ from run.hooks.watch import Watch
 from run.metrics import MetricsWriter
 from run.notify import Wandb
 from run.progress import Due, Hook, Progress
-from run.record import Events, read_metrics, rollbacks_to
+from run.record import read_metrics
 from training.build import Build
 from training.step import Metrics
 
@@ -39,7 +38,7 @@ class Log(Hook):
     Eleven attributes: one reading of the metrics serves the file and the bar."""
 
     def __init__(self, built: Build, watch: Watch, epochs: Callable[[int], dict[str, float]]):
-        """Take `epochs(position)`, which counts the epochs of each source up to a position."""
+        """Take `epochs(tokens)`, which counts the epochs of each source in the first tokens."""
         self.config, self.watch, self.epochs = built.config, watch, epochs
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
@@ -57,14 +56,10 @@ class Log(Hook):
         self.diagnosis = Diagnosis((line for line in lines if line["step"] <= run.step), self.config.optimizer)
         self.unread = [(step, metrics) for step, metrics in self.unread if step <= run.step]  # not what is done again
         self.is_pending = self.is_pending and self.unread != []
-        # In tokens if steps differ in size, for a correct time left.
-        ramp = Ramp.of(self.config.batch)
-        self.work, unit = (ramp.tokens, "token") if self.config.batch.ramp else (lambda step: step, "step")
         self.bar = tqdm(
-            total=self.work(self.config.steps),
-            initial=self.work(run.step),
-            unit=unit,
-            unit_scale=unit == "token",
+            total=self.config.steps,
+            initial=run.step,
+            unit="step",
             disable=None if jax.process_index() == 0 else True,  # None: if the output is no terminal
             dynamic_ncols=True,
         )
@@ -103,7 +98,7 @@ class Log(Hook):
         tokens = run.tokens_after(step)
         tokens_per_second, data_wait, own_seconds = run.clock.rates(tokens)
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
-        line = {"step": step, "tokens": tokens, **values, "epochs": self.epochs(run.position_after(step))}
+        line = {"step": step, "tokens": tokens, **values, "epochs": self.epochs(tokens)}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
         line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
@@ -114,7 +109,7 @@ class Log(Hook):
             LOGGER.warning(self.writer.problem)
         shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(self.work(step) - self.bar.n)
+        self.bar.update(step - self.bar.n)
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
 
@@ -139,18 +134,13 @@ def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
 
 
 class History(Hook):
-    """Writes each change of options and each rollback exactly once, even after kills."""
+    """Writes the changes of options."""
 
     def __init__(self, log: Log, changes: list[str]):
         """Take `changes`: the options that changed; empty after the first `begin`."""
         self.log, self.changes = log, changes
 
     def begin(self, run: Progress) -> None:
-        step, writer, run_dir = run.step, self.log.writer, run.config.run_dir
         if self.changes:
-            writer.write({"step": step, "changes": self.changes.copy()})
+            self.log.writer.write({"step": run.step, "changes": self.changes.copy()})
             self.changes.clear()
-        written = sum("rollback" in line and line["step"] == step for line in read_metrics(run_dir))
-        for event in rollbacks_to(Events(run_dir).read(), step)[written:]:
-            facts = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
-            writer.write({"step": step, "rollback": facts})

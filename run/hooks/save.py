@@ -12,7 +12,6 @@ from model.gpt import parameter_shapes
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Hook, Progress
 from run.saver import Saver
-from training.state import begun_average
 from training.step import Metrics
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -69,13 +68,11 @@ class Save(Hook):
         self._give_up_after(1)
 
     def _save(self, run: Progress) -> None:
-        position = {"tokens": run.tokens_after(run.step), "position": run.position_after(run.step)}
-        kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
+        kept = {"tokens": run.tokens_after(run.step), "seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
-        state = run.state._replace(average=begun_average(run.state, self.config, run.step))
         with self.watch.away("saving", "saves"):
-            self.checkpoints.save(run.step, state, {**position, **kept, **origin})
+            self.checkpoints.save(run.step, run.state, {**kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
 
     def _is_old(self) -> bool:

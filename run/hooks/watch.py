@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from configs.messages import LOGGER
-from configs.ramp import Ramp
 from configs.schema import Config
 from configs.validation import profiled_steps
 from hosts.stop import Watchdog, end_as_hung
@@ -29,8 +28,7 @@ class Watch(Hook):
         self.watchdog = Watchdog(config.hang)  # until the first `begin`
 
     def begin(self, run: Progress) -> None:
-        work = Ramp.of(self.config.batch).tokens
-        self.watchdog = Watchdog(self.config.hang, self._end, work=work).__enter__()
+        self.watchdog = Watchdog(self.config.hang, self._end).__enter__()
 
     def before_step(self, run: Progress) -> None:
         self.step = run.step + 1

@@ -84,7 +84,6 @@ def test_bits_per_byte_are_those_of_our_evaluation():
     ("words", "reason"),
     [
         ("--steps=0", "--steps"),
-        ("--batch.ramp=0:256,1000:512", "--batch.ramp"),
         ("--out=old", "old/metrics.jsonl is of an earlier run"),
     ],
 )

@@ -17,6 +17,7 @@ from training.build import build
 def test_it_prints_one_json_line(monkeypatch, capsys):
     """Count the rows of a micro-batch per replica: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
+    arguments += " --model.heads=2 --model.kv_heads=2 --model.vocab_size=4096"
     words = f"{arguments} --mesh.tensor=2 --mesh.fsdp=2 --rows=3 --micro_batches=2"
     monkeypatch.setattr(sys, "argv", ["throughput", *words.split()])
     assert throughput.main() == 0

@@ -9,7 +9,7 @@ import pytest
 from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from data.tokenizer import SPLIT, convert_tiktoken
 from interchange.base import begun_run
 from interchange.folders import write_safetensors
 from run.folder import write_record
@@ -62,14 +62,10 @@ def test_after_an_export_network_and_row_follow(base, tmp_path):
     assert config.data.tokenizer == f"{tmp_path}/export" and not config.init_optimizer
 
 
-@pytest.mark.parametrize(("size", "grown"), [(266, 320), (272, 272)])
-def test_a_vocabulary_without_the_tokens_of_conversations_grows(base, size, grown):
-    write_record(base / "config.json", with_options(BASE, {"model.vocab_size": size}), "", [])
+def test_a_base_without_the_tokens_of_conversations_is_refused_with_what_to_do(base):
     OLD.save(base / "tokenizer")
-    config = chat(f"--init_from={base}")
-    assert config.model.vocab_size == grown and config.steps == 0
-    tokens = load_tokenizer(config.data.tokenizer).special_tokens
-    assert [tokens[name] for name in CHAT_TOKENS] == list(range(261, 269))
+    with pytest.raises(UserError, match=f"{base} lacks tokens of conversations .*user_start.*data.prepare"):
+        chat(f"--init_from={base}")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 OTHERS = """
     license val_source text_extensions separator name prompt source tokenizer text_column tasks
     topology path system host options reference parts only configs splits recipes
-    window_pattern ramp prompts on_event wandb steps
+    window_pattern prompts on_event wandb steps
 """
 
 

@@ -1,6 +1,5 @@
 import threading
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
@@ -132,24 +131,6 @@ def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
         next(batches)
         assert placed.acquire(timeout=60)
     assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
-
-
-@pytest.mark.parametrize(("start", "workers"), [(0, 2), (1, 0), (2, 2), (3, 0)])
-def test_stages_of_a_ramp_continue_one_sequence_for_any_workers_and_start(start, workers):
-    """Take two stages of 8 rows per step and one of 32, in micro-batches of 2 x 16, and start at any step."""
-    sizes, kind = [8, 8, 32, 32], KINDS["mixture"]
-    shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}
-    first, stages = sum(sizes[:start]), {}
-    for i in {0, max(2 - start, 0)}:
-        row = sum(sizes[: start + i])
-        stages[i] = step_batches(3, shapes[sizes[start + i]], first_row=row, **kind)
-    staged = replace(stages.pop(0), later=stages)
-    batches = list(islice(train_batches(staged, sharding(), workers), 4 - start))
-    assert [batch["inputs"].shape for batch in batches] == [shapes[size] for size in sizes[start:]]
-    alone = step_batches(3, (1, sum(sizes) - first, LENGTH), first_row=first, **kind)
-    rows = [np.asarray(batch["inputs"]).reshape(-1, LENGTH) for batch in batches]
-    np.testing.assert_array_equal(np.concatenate(rows), alone[0]["inputs"][0])
-    assert staged.row_numbers(len(batches) - 1) == alone.row_numbers(0)[-32:]
 
 
 def counted(batches: list) -> list[tuple[int, int]]:

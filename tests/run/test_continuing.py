@@ -148,17 +148,28 @@ def test_with_another_tokens_per_step_the_data_continue_at_the_same_token(folder
     assert json.loads((folder / "mixed" / "summary.json").read_text())["tokens"] == 1024
 
 
-def test_a_recorded_rollback_is_applied_at_every_start(folder, monkeypatch):
-    """The batches that it skips stay skipped after a kill."""
-    run_dir = copy_of(folder, "rolled")
-    events = Events(run_dir)
-    events.add("rollback", 6, position=9 * 128)  # skips three batches
-    copy = shutil.copytree(run_dir, folder / "rolled-twice")
-    assert start(monkeypatch, folder, "--run_dir=rolled", "--steps=8", "--accept_changes") == 0
-    assert start(monkeypatch, folder, "--run_dir=rolled-twice", "--steps=7", "--accept_changes") == 0
-    assert start(monkeypatch, folder, "--run_dir=rolled-twice", "--steps=8", "--accept_changes") == 0
-    assert losses(run_dir)[8] == losses(copy)[8]
-    assert [event["position"] for event in events.read() if event["event"] == "start"] == [0, 9 * 128]
+@pytest.mark.medium
+def test_a_run_goes_back_to_an_older_checkpoint_once_and_another_seed_changes_its_rows(folder, monkeypatch, capsys):
+    """The same command again continues: a launcher that repeats it must not go back for ever."""
+    options = ("--checkpoint.keep=9", "--run_dir=back")
+    assert start(monkeypatch, folder, *options) == 0
+    run_dir, untouched = folder / "back", losses(folder / "finished")
+    assert start(monkeypatch, folder, *options, "--resume_step=3") == 2
+    assert "--resume_step=3" in (said := capsys.readouterr().err) and "2, 4, 6" in said
+    (run_dir / "summary.json").unlink()
+    assert start(monkeypatch, folder, *options, "--resume_step=2") == 0
+    assert losses(run_dir) == untouched  # the same rows
+    assert sorted(path.name[0] for path in (run_dir / "newer-checkpoints").iterdir()) == ["4", "6"]
+    again = (*options, "--resume_step=4", "--seed=1", "--accept_changes")
+    for _ in range(2):
+        capsys.readouterr()
+        assert start(monkeypatch, folder, *again) == 0
+    assert "is complete" in capsys.readouterr().out
+    changed = losses(run_dir)
+    assert {step for step in changed if changed[step] != untouched[step]} == {5, 6}
+    events = Events(run_dir).read()
+    assert [event["step"] for event in events if event["event"] == "went_back"] == [2, 4]
+    assert [(e["step"], e["tokens"]) for e in events if e["event"] == "start"] == [(0, 0), (2, 256), (4, 512)]
 
 
 def test_a_complete_run_without_metrics_and_summary_is_completed_again(folder, monkeypatch):

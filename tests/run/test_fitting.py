@@ -9,14 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-import train as train_py
 from configs.command_line import Exit
 from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
 from hosts.machines import GIB
 from run import fitting as module
 from run.fitting import CHOSEN, COMPILATIONS, Fitting
+from run.programs import TrainSteps
 from run.record import Events, read_metrics
-from run.stages import Program
 from run.times import Times
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
@@ -83,13 +82,6 @@ def test_rows_then_chunks_then_recomputation_then_fsdp(asked, monkeypatch, devic
         assert fixed[-1] == (1, *LEVELS[3])
 
 
-def test_rows_divide_every_stage_of_a_ramp(asked, monkeypatch):
-    ramp = replace(asked, batch=replace(asked.batch, ramp="0:1536,6144:4096"))  # 24 rows, then 64
-    taken = choices(ramp, monkeypatch, 1)
-    assert {rows for rows, *_ in taken} >= {64, 1} and all(64 % rows == 0 for rows, *_ in taken)
-    assert all(24 % min(rows, 24) == 0 for rows, *_ in taken)
-
-
 class Compiled:
     """A program that asks for some bytes."""
 
@@ -106,26 +98,25 @@ def compiling(patch, truth) -> list:
     """Let programs need `truth(closed form)` bytes, or be refused if that is None. Return what is compiled, in time."""
     compiled = []
 
-    def compile_stages(programs, builds, *rest):
-        compiled.append(builds[-1].config)
-        if (size := truth(device_bytes(candidate_of(builds[-1].config, jax.devices())))) is None:
+    def compile_train_steps(built, times):
+        compiled.append(built.config)
+        if (size := truth(device_bytes(candidate_of(built.config, jax.devices())))) is None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm.")
-        programs.append(Program(0, Compiled(size), Compiled(size)))  # pyright: ignore
+        return TrainSteps(Compiled(size), Compiled(size))  # pyright: ignore
 
     some, built = jax.local_devices()[:1], build(tiny_config(), jax.local_devices()[:1])
     patch.setattr(jax, "devices", lambda *_: some)
-    patch.setattr(module, "build_stages", lambda config: [built._replace(config=config)])  # a build takes a second
-    patch.setattr(module, "compile_stages", compile_stages)
+    patch.setattr(module, "build", lambda config: built._replace(config=config))  # a build takes a second
+    patch.setattr(module, "compile_train_steps", compile_train_steps)
     return compiled
 
 
 def fit(asked, gib: float):
     """Return the config that train.py would run with."""
     Path(asked.run_dir).mkdir(exist_ok=True)
-    fitting, programs = Fitting(asked, gib), []
-    builds = fitting.compile(programs, module.build_stages(fitting.first()), 0, Times())
-    assert len(programs) == 1
-    return builds[-1].config
+    fitting = Fitting(asked, gib)
+    built, _ = fitting.compile(module.build(fitting.first()), 0, Times())
+    return built.config
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.3, 4.0])
@@ -212,11 +203,11 @@ def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_r
 @pytest.mark.medium
 def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd):
     assert train(monkeypatch, capfd, "whole", *LONGER)[0] == Exit.COMPLETE
-    step_after, failing = train_py.step_after, []
+    after, failing = TrainSteps.after, []
 
     def failing_after(programs, step, every):
         if step != 3 or not failing:
-            return step_after(programs, step, every)
+            return after(programs, step, every)
         left = failing.pop()
 
         def fail(state, batch):
@@ -226,7 +217,7 @@ def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd
 
         return fail
 
-    monkeypatch.setattr(train_py, "step_after", failing_after)
+    monkeypatch.setattr(TrainSteps, "after", failing_after)
     for left in (True, False):  # whether the failed step left the state
         failing.append(left)
         code, _, said = train(monkeypatch, capfd, f"halved-{left}", *LONGER)

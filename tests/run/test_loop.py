@@ -2,18 +2,18 @@
 
 import itertools
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from configs.command_line import Exit
-from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
+from configs.schema import CheckpointConfig, EvalConfig, LogConfig
 from hosts.stop import Stop
 from run.hooks import Evaluate, Idle, Judge, Log, Save, Watch
-from run.hooks.judge import ENOUGH
+from run.programs import TrainSteps
 from run.progress import Due, due_after
 from run.record import read_metrics
-from run.stages import Program
 from run.times import Times
 from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
 from train import take_steps
@@ -42,46 +42,25 @@ def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
     assert due(replace(config, eval=EvalConfig(20))) == []
 
 
-def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
-    """Take ten steps of 128 tokens, then steps of 256. The loss jumps at step 25; step 20 was saved before."""
-    batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp="0:128,1270:256")
-    losses = [2.0] * 24 + [9.0] + [2.0] * 20
-    loop, _, saved = make(losses, batch=batch)
-    loop.run(itertools.repeat({}))
-    assert loop.jump.position == 1280 + 15 * 256
-    assert [(saved.facts[step]["tokens"], saved.facts[step]["position"]) for step in (10, 20)] == [
-        (1280, 1280),
-        (3840, 3840),
-    ]
-    resumed = {"step": 20, "tokens": 3840, "position": loop.jump.position}
-    loop, _, saved = make([2.0] * 20, resumed, batch=batch)
-    assert not loop.run(itertools.repeat({}))[1]
-    assert (saved.facts[40]["tokens"], saved.facts[40]["position"]) == (1280 + 30 * 256, 1280 + 35 * 256)
-    assert read_metrics(tmp_path)[-1]["tokens"] == 1280 + 30 * 256
-
-
 class Loop:
-    """Run take_steps with the hooks of train.py. A jump of the loss ends it."""
+    """Run take_steps with the hooks of train.py."""
 
     def __init__(self, built, run, train_step, measure, saved, stop):
-        self.times, self.stop, self.progress, self.jump = Times(), stop, run, None
+        self.times, self.stop, self.progress = Times(), stop, run
         config = built.config
         watch, self.idle = Watch(config, self.times), Idle()
         log = Log(built, watch, lambda position: {})
         save = Save(config, saved, "print", watch)
         seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
         evaluate = Evaluate(config, measure, lambda params: {}, saved, log)
-        self.hooks = [watch, self.idle, log, Judge(config, log, save, seen), save, evaluate]
-        self.programs = [Program(0, train_step, train_step)]
+        self.hooks = [watch, self.idle, log, Judge(config, log, seen), save, evaluate]
+        self.programs = TrainSteps(train_step, train_step)
 
     def run(self, batches):
         """Return where the run is when it ends, and why it gave up."""
-        start = lambda begins: (self.progress, iter(batches))
+        start = lambda begins: (self.progress, self.programs, iter(batches))
 
-        def go_back(run, jump):
-            self.jump, self.was_stopping, run.stopping = jump, run.stopping, True
-
-        return take_steps(start, self.programs, self.idle, self.hooks, self.stop, go_back)  # pyright: ignore
+        return take_steps(start, self.idle, self.hooks, self.stop, Mock())  # pyright: ignore
 
 
 @pytest.fixture
@@ -89,7 +68,7 @@ def make(tmp_path, messages):
     """Return a function that makes a loop of 40 steps with given losses, its output, and its saves."""
 
     def make(losses, resumed=None, stop=None, measure=None, **options):
-        config = config_of(tmp_path, **{"stability": StabilityConfig(rollback=True), **options})
+        config = config_of(tmp_path, **options)
         skipped = itertools.accumulate(int(not np.isfinite(loss)) for loss in losses)
         steps = iter(list(zip(losses, skipped)))
 
@@ -99,7 +78,7 @@ def make(tmp_path, messages):
             return state, metrics
 
         saved, run = Saved(), progress(config, **(resumed or {}))
-        measure = measure or (lambda params, average: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
+        measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
         return Loop(built_of(config), run, train_step, measure, saved, stop or Stop()), messages, saved
 
     return make
@@ -124,11 +103,11 @@ def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == list(range(5, 41, 5))
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 20, 40]
     assert saved.scores == {0: 1.0, 20: 1.0, 40: 1.0}
-    assert saved.facts[30]["tokens"] == saved.facts[30]["position"] == 30 * TOKENS
+    assert saved.facts[30]["tokens"] == 30 * TOKENS
 
 
 def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(make, tmp_path):
-    def killed(params, average):
+    def killed(params):
         if saved.steps:
             raise SystemExit
         return {"val_loss": 3.0, "val_bpb": 2.0, "samples": []}
@@ -141,29 +120,6 @@ def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_f
     loop.run(BATCHES)
     assert saved.scores == {20: 1.0, 40: 1.0}
     assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [0, 20, 40]
-
-
-def test_a_jump_returns_to_the_newest_checkpoint_with_the_data_s_new_position(make):
-    loop, _, saved = make([2.0] * 26 + [9.0] + [2.0] * 13)
-    saved.failing_steps = {20}
-    loop.run(BATCHES)
-    # It was saved after the failed save, and not for the rollback, which ends this loop.
-    assert saved.steps == [10, 26] and loop.jump.position == 27 * TOKENS and not loop.was_stopping
-    assert loop.jump.spike["spike"]["batch"] == 26 and loop.jump.spike["spike"]["rows"] == [(0, 26)]
-
-
-def test_a_jump_before_the_first_checkpoint_is_only_reported(make):
-    losses = [2.0] * ENOUGH + [9.0] + [2.0] * 23
-    loop, messages, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
-    assert loop.run(BATCHES)[0].step == 40 and saved.steps == [20, 40]
-    assert any("no checkpoint is older than the jump" in text for text in messages)
-
-
-def test_a_request_to_stop_during_a_jump_is_followed(make):
-    stop = Stop()
-    loop, _, saved = make([2.0] * 24 + [9.0] + [2.0] * 15, stop=stop)
-    loop.run(asking(stop, Exit.PREEMPTED, 25))  # before step 26
-    assert loop.jump and loop.was_stopping and saved.newest == 20
 
 
 @pytest.mark.parametrize("last", [13, 40])

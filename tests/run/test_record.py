@@ -1,11 +1,10 @@
-"""Test a run's record: events.jsonl keeps what is appended, what it says of rollbacks and saved steps, and the copy."""
+"""Test a run's record: events.jsonl keeps what is appended, what it says of batches and saved steps, and the copy."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from configs.ramp import Ramp
 from configs.schema import UserError
 from run.notify import tell_of_failure
 from run.record import (
@@ -16,7 +15,6 @@ from run.record import (
     batch_of,
     copy,
     place,
-    rollbacks_to,
     saved_up_to,
     starts_in_vain,
 )
@@ -59,34 +57,16 @@ def test_the_newest_step_that_was_saved():
     assert saved_up_to([event("start", 30), event("stop", 45)]) == 30  # killed before the event "saved 30"
 
 
-def test_rollbacks_count_since_the_checkpoint_was_last_saved():
-    first, second = event("rollback", 20, position=1), event("rollback", 20, position=2)
-    assert rollbacks_to([event("saved", 20), first, second], 20) == [first, second]
-    assert rollbacks_to([event("saved", 20), first, event("saved", 10), event("saved", 20), second], 20) == [second]
-    assert rollbacks_to([event("saved", 20), first], 10) == []
-
-
-def test_the_batch_after_a_rollback_and_after_another_size_of_a_step():
-    of_100 = Ramp.read("", 100)
-    assert batch_of([], 7, of_100) == batch_of([event("start", 0)], 7, of_100) == (700, 100)
+def test_the_batch_after_another_size_of_a_step_and_after_going_back():
+    assert batch_of([], 7, 100) == batch_of([event("start", 0)], 7, 100) == (700, 100)
     events = [
-        event("start", 0, position=0, tokens_per_step=100),
-        event("start", 10, position=1500, tokens_per_step=100),  # skips five batches
-        event("start", 20, position=2500, tokens_per_step=200),
-        event("start", 15, position=9000, tokens_per_step=200),  # back to an earlier position
+        event("start", 0, tokens=0, tokens_per_step=100),
+        event("start", 10, tokens=1000, tokens_per_step=150),
+        event("start", 20, tokens=2500, tokens_per_step=200),
+        event("start", 15, tokens=1750, tokens_per_step=300),  # back to an earlier step
     ]
-    expected = {9: (900, 100), 10: (1500, 100), 14: (1900, 100), 15: (9000, 200), 20: (10_000, 200)}
-    assert {step: batch_of(events, step, of_100) for step in expected} == expected
-
-
-def test_the_batch_of_a_ramp_that_was_changed_and_rolled_back():
-    events = [
-        event("start", 0, position=0, tokens_per_step=1, ramp="0:100,300:200"),
-        event("start", 5, position=1700, tokens_per_step=1, ramp="0:100,300:200"),  # skips 1000 tokens
-        event("start", 6, position=1900, tokens_per_step=200),  # now a constant batch
-    ]
-    expected = {2: (200, 100), 3: (300, 200), 4: (500, 200), 5: (1700, 200), 6: (1900, 200), 8: (2300, 200)}
-    assert {step: batch_of(events, step, Ramp.read("", 7)) for step in expected} == expected
+    expected = {9: (900, 100), 10: (1000, 150), 14: (1600, 150), 15: (1750, 300), 20: (3250, 300)}
+    assert {step: batch_of(events, step, 1) for step in expected} == expected
 
 
 def test_starts_in_vain_are_counted_since_a_checkpoint_a_stop_or_giving_up():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from configs import d12, nanochat
+from configs import nanochat, plain
 from configs.nanochat import network_of_depth
 from configs.schema import BATCH_AXES, DATA_AXES, Config, MeshConfig
 from configs.validation import resolved
@@ -32,7 +32,7 @@ def memory_ratio(config: Config, topology: Topology) -> float:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("config", [d12.get_config(), nanochat.get_config()], ids=["plain", "all"])
+@pytest.mark.parametrize("config", [plain.of_depth(12), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
     """Plan depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""
     worst = 0.0

@@ -51,17 +51,12 @@ class Arguments:
 
 
 def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
-    """Print the plan. Raise UserError for an impossible topology or sizes, and for a batch that grows."""
+    """Print the plan. Raise UserError for an impossible topology or sizes."""
     if arguments.picture:
         output.require_picture(arguments.picture)
     if not arguments.topology:
         raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
     require_steps(config)
-    if config.batch.ramp:
-        raise UserError(
-            f"--batch.ramp={config.batch.ramp}: a plan is for a constant batch; plan each stage's size as "
-            "--batch.tokens_per_step, without the ramp"
-        )
     asked = [Candidate(config, known_topology(text)) for text in arguments.topology]
     if not arguments.search:
         asked = [with_rows(candidate, HEADROOM * candidate.machine.for_programs) for candidate in asked]

@@ -15,8 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from configs.command_line import config_from_json
-from configs.ramp import Ramp
-from configs.schema import UserError, with_options
+from configs.schema import UserError
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory, machine_of, name_of
 from tools.plan.search import Row
 from tools.plan.step_time import step_time
@@ -95,23 +94,22 @@ class Measured(NamedTuple):
 
 
 def measured(run: Run) -> Measured:
-    """Compare a run with its plan. If its batch grew, the last stage counts. Raise UserError if the run's machine is
+    """Compare a run with its plan. Raise UserError if the run's machine is
     not described, or if it has not logged two steps yet."""
-    config = config_from_json(json.dumps(run.record["config"]))
-    devices, last_stage = run.record["devices"], Ramp.of(config.batch).stages[-1]
+    devices = run.record["devices"]
     machine = machine_of(devices["kind"])
     if machine is None:
         raise UserError(
             f"--calibrate={run.folder}: it ran on {devices['kind']}, which hosts/machines.toml does not describe"
         )
-    config = with_options(config, {"batch.tokens_per_step": last_stage.tokens_per_step, "batch.ramp": ""})
+    config = config_from_json(json.dumps(run.record["config"]))
     chips = devices["count"] // devices["slices"] // machine.per_chip
     candidate = Candidate(config, Topology(devices["slices"], machine.kind, (chips,)))
     course = run.course("tokens_per_second")
-    rates = [rate for step, rate in zip(course.steps, course.values) if step > last_stage.step][1:]
+    rates = course.values[1:]
     if not rates:
         raise UserError(f"--calibrate={run.folder}: it has not logged two steps yet; the first of them does not count")
-    seconds, time = last_stage.tokens_per_step / median(rates), step_time(candidate)
+    seconds, time = config.batch.tokens_per_step / median(rates), step_time(candidate)
     words = (
         f"{run.folder}, {name_of(candidate.topology)}: a step takes {seconds:.3g} s, planned {time.fast:.3g} to "
         f"{time.slow:.3g} (middle {time.expected:.3g}, {time.expected / seconds - 1:+.1%})"

@@ -76,8 +76,7 @@ def whole_run(candidate: Candidate, step: StepTime, price: float | None, preempt
     hours = days * 24 * devices
     # AdamW's two moments; Muon's momentum, and a number for each row or column of a matrix.
     second = lambda p: max(p.shape) if muon and p.group == "matrices" else p.size
-    sets = 3 if config.optimizer.average else 2  # parameters, first moments, the average
-    saved = 4 * sum(count * (sets * p.size + second(p)) for p, count in candidate.kinds)
+    saved = 4 * sum(count * (2 * p.size + second(p)) for p, count in candidate.kinds)
     hosts = math.ceil(devices / DEVICES_OF_A_HOST[candidate.machine.gpu])
     return WholeRun(
         tokens,

@@ -43,7 +43,7 @@ def test_what_is_due_and_not_on_record_is_evaluated(
     now = [0.0]
     monkeypatch.setattr(run.clock, "origin", 0.0)
     monkeypatch.setattr("run.metrics.time.perf_counter", lambda: now[0])
-    measure = Mock(side_effect=lambda params, average: now.append(now.pop() + 5) or {"val_loss": 2.0, "val_bpb": 1.0})
+    measure = Mock(side_effect=lambda params: now.append(now.pop() + 5) or {"val_loss": 2.0, "val_bpb": 1.0})
     tasks = Mock(return_value={"core": 0.1, "core_stderr": 0.01})
     hook = Evaluate(config, measure, tasks, saved, log)  # pyright: ignore
     hook.begin(run) if due is None else hook.after_step(run, {}, due)  # pyright: ignore

@@ -21,7 +21,7 @@ class Judged:
         self.log = SimpleNamespace(just_read=[], writer=MetricsWriter(folder, 0))
         self.run = progress(config, losses=losses)
         seen = lambda i: {"rows": [(0, i + 1)]}
-        self.judge = Judge(config, self.log, SimpleNamespace(), seen)  # pyright: ignore
+        self.judge = Judge(config, self.log, seen)  # pyright: ignore
         self.judge.begin(self.run)
 
     def read(self, *steps: ReadStep) -> None:
@@ -51,7 +51,7 @@ def test_a_jump_is_reported_with_batch_and_rows(judged, tmp_path, messages):
     one.feed([2.0] * ENOUGH + [2.9, 3.1, 2.0, 9.0])
     spikes = [line for line in read_metrics(tmp_path) if "spike" in line]
     assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
-    expected = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
+    expected = {"loss": 3.1, "median": 2.0, "rows": [[0, ENOUGH + 2]]}
     assert spikes[0]["spike"] == expected
     assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in messages[0]
     assert f"python -m tools.dataset here --step={ENOUGH + 1}" in messages[0]

@@ -1,4 +1,4 @@
-"""Test the lines of metrics.jsonl: the step of each, when its metrics are read, and changes and rollbacks once each."""
+"""Test the lines of metrics.jsonl: the step of each, when its metrics are read, and changes once."""
 
 import itertools
 from types import SimpleNamespace
@@ -9,9 +9,9 @@ import pytest
 from configs.schema import DiagnosticsConfig, HangConfig
 from run.hooks import History, Log, Watch
 from run.metrics import MetricsWriter
-from run.record import Events, read_metrics
+from run.record import read_metrics
 from run.times import Times
-from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
+from tests.run.hooks.runs import NOTHING, built_of, config_of, progress
 
 
 @pytest.mark.parametrize(
@@ -79,27 +79,13 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
         log.after_step(run, metrics, NOTHING._replace(log=step == 5))  # pyright: ignore
     log.close(), watch.close()
     assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 once step 6 has started
-    assert watch.watchdog.each[1] == pytest.approx(60 / (4 * TOKENS))
+    assert watch.watchdog.each[1] == pytest.approx(15)
 
 
-@pytest.mark.parametrize(
-    ("changes", "rollbacks", "written", "expected"),
-    [
-        ([], [], 0, []),
-        (["steps: 20 -> 40"], [], 0, [{"changes": ["steps: 20 -> 40"]}]),
-        ([], [(10, 1), (20, 2)], 0, [{"rollback": {"position": 2}}]),  # the first leads to another checkpoint
-        ([], [(20, 1), (20, 2)], 1, [{"rollback": {"position": 1}}, {"rollback": {"position": 2}}]),  # killed between
-    ],
-)
-def test_each_change_and_each_rollback_is_written_once(tmp_path, changes, rollbacks, written, expected):
-    run, events, writer = progress(config_of(tmp_path), step=20), Events(tmp_path), MetricsWriter(tmp_path, 20)
-    for step, position in rollbacks:
-        events.add("rollback", step, position=position)
-    for _, position in rollbacks[:written]:
-        writer.write({"step": 20, "rollback": {"position": position}})
-    hook = History(type("Log", (), {"writer": writer}), changes.copy())  # pyright: ignore
-    for _ in range(2):  # at a start, and after a rollback
+def test_changes_of_options_are_written_once(tmp_path):
+    run, writer = progress(config_of(tmp_path), step=20), MetricsWriter(tmp_path, 20)
+    hook = History(type("Log", (), {"writer": writer}), ["steps: 20 -> 40"])  # pyright: ignore
+    for _ in range(2):
         hook.begin(run)
     writer.close()
-    lines = [{name: value for name, value in line.items() if name != "time"} for line in read_metrics(tmp_path)]
-    assert lines == [{"step": 20, **line} for line in expected]
+    assert [(line["step"], line["changes"]) for line in read_metrics(tmp_path)] == [(20, ["steps: 20 -> 40"])]

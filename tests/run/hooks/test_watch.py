@@ -9,25 +9,23 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import BatchConfig, HangConfig, ProfileConfig
+from configs.schema import HangConfig, ProfileConfig
 from run.hooks import Idle, Profile, Watch
 from run.times import Times
 from tests.run.hooks.runs import NOTHING, config_of, progress
 
 
-@pytest.mark.parametrize(("resumed", "ramp"), [(20, ""), (0, "0:128,1280:256")])
-def test_the_watchdog_watches_the_next_step(tmp_path, resumed, ramp):
-    batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp=ramp)
-    config = config_of(tmp_path, batch=batch, hang=HangConfig(seconds=100))
+@pytest.mark.parametrize("resumed", [20, 0])
+def test_the_watchdog_watches_the_next_step(tmp_path, resumed):
+    config = config_of(tmp_path, hang=HangConfig(seconds=100))
     run, watch = progress(config, resumed), Watch(config, Times())
     watch.begin(run)
     dog = watch.watchdog
     watch.before_step(run)
     assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, 600)  # the first step: six times `hang.seconds`
-    assert dog.work(20) - dog.work(10) == 10 * 256 and dog.work(10) == (1280 if ramp else 2560)
     watch.close()
     assert dog.ended.is_set()
-    watch.begin(run)  # after a rollback
+    watch.begin(run)  # again
     assert watch.watchdog is not dog and not watch.watchdog.ended.is_set()
     watch.close()
 

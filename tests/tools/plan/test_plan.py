@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs import d12
+from configs import plain
 from configs.command_line import Exit, exit_code_of, parse
 from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
@@ -22,7 +22,7 @@ V5E = "--topology=v5e:4x4"
 
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Return the exit code and what was printed."""
-    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/d12.py", *words])
+    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/plain.py", "--model.depth=12", *words])
     code = exit_code_of(plan.main, "")
     return code, *capsys.readouterr()
 
@@ -39,7 +39,6 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
         ([V5E, "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
         ([V5E, "--batch.tokens_per_step=2048", "--search"], "1 rows of 2048 tokens, which 16 devices"),
         ([V5E, "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
-        ([V5E, "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
         ([V5E, "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
         ([V5E, "--picture=plan.xyz"], "--picture=plan.xyz cannot be written: Format 'xyz' is not supported"),
     ],
@@ -79,7 +78,7 @@ def test_a_table_states_its_assumptions_and_the_jax_it_was_compared_with(monkeyp
     code, out, _ = run(monkeypatch, capsys, V5E, "v6e:4x4", "--price=1.5")
     parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a", output.accuracy())
     assert code == Exit.COMPLETE and all(text in out for text in parts)
-    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
+    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/plain.py --model.depth=12"
     monkeypatch.setattr(output, "version", lambda package: output.COMPILED_WITH)
     assert output.COMPILED_WITH in output.accuracy() and output.ACCURACY in output.accuracy()
     monkeypatch.setattr(output, "version", lambda package: "99.0")
@@ -89,7 +88,7 @@ def test_a_table_states_its_assumptions_and_the_jax_it_was_compared_with(monkeyp
 def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, V5E, "--batch.tokens_per_step=16384", "--search")
     assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: use 8 devices, or a larger" in out
-    row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
+    row = row_of(Candidate(plain.of_depth(12), parse_topology("v5e:4x4")), Given())
     for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
         memory = int(times * row.bytes / HEADROOM)
         monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))

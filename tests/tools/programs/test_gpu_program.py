@@ -10,7 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from bench.throughput import Sizes, sized
-from configs import d12
+from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
 from hosts.machines import machines
 from model import parallel
@@ -111,7 +111,7 @@ def test_xla_gets_the_deterministic_option(monkeypatch, deterministic):
 def test_memory_and_passes_of_d12():
     """Measured when written: 17.8 GiB, and 769 GB outside of products and attention. With activations in float32: 24.5
     and 894. nanochat's peak is 28.1 GiB."""
-    program = compiled(sized(d12.get_config(), Sizes(rows=32, micro_batches=8), 1))
+    program = compiled(sized(plain.of_depth(12), Sizes(rows=32, micro_batches=8), 1))
     memory = program.memory_analysis()
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 0.7 * 28.1 * 2**30
     elementwise = lambda i: i.opcode != "custom-call" and "gemm" not in i.name + i.attributes

@@ -183,7 +183,8 @@ def sums(output: str) -> tuple[int, int]:
 
 def run_main(monkeypatch, *more: str) -> int:
     network = "--config=configs/plain.py --rows=1 --model.depth=1 --model.width=64 --model.heads=2 --model.kv_heads=2"
-    monkeypatch.setattr(sys, "argv", ["collectives", *network.split(), "--batch.sequence_length=32", *more])
+    sizes = ("--model.vocab_size=4096", "--batch.sequence_length=32")
+    monkeypatch.setattr(sys, "argv", ["collectives", *network.split(), *sizes, *more])
     return command.main()
 
 
@@ -212,7 +213,7 @@ def on_tpu(monkeypatch, capsys):
     """Return the program's output for a config on a TPU slice."""
     pytest.importorskip("libtpu")
 
-    def say(topology: str, *arguments: str, config: str = "d12") -> str:
+    def say(topology: str, *arguments: str, config: str = "plain") -> str:
         command_line = [f"--config=configs/{config}.py", f"--topology={topology}", *arguments]
         monkeypatch.setattr(sys, "argv", ["collectives", *command_line])
         assert command.main() == 0

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from bench.throughput import Sizes, sized
-from configs import d12
+from configs import plain
 from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
 from hosts.machines import name_of
 from model.gpt import parameter_counts
@@ -51,7 +51,7 @@ def test_only_data_crosses_slices_and_nodes_once_a_step(topology, fsdp):
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
     devices = devices_of(topology)
     options = {"mesh": MeshConfig(fsdp=fsdp), "batch.sequence_length": 512, "model.vocab_size": 4096}
-    config = sized(with_options(d12.get_config(), options), Sizes(depth=1, rows=1, micro_batches=2), len(devices))
+    config = sized(with_options(plain.of_depth(12), options), Sizes(depth=1, rows=1, micro_batches=2), len(devices))
     built = build(config, devices)
     traffic = collectives(compile_step(built).as_text(), dict(built.mesh.shape))
     assert axes_between(built.mesh) == ["data"]
