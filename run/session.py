@@ -34,7 +34,7 @@ from interchange.growth import describe_growth, initial_state, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
-from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
+from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints, run_id
 from run.goodput import Times, goodput, summed_up
 from run.notify import tell
 from run.progress import Progress, Start
@@ -158,7 +158,7 @@ def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Ti
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
         events = on_first_process(Events(config.run_dir).read)
-        restored = checkpoints.restore_newest(built.abstract_state)
+        restored = checkpoints.restore_newest(built.abstract_state, on_first_process(partial(run_id, config.run_dir)))
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
