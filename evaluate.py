@@ -1,6 +1,7 @@
 """Evaluate a network: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,10 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     )
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(config.model, network.dtype, mesh)
-    return network.step_line | evaluate(eval_step, network.params, batches, text_bytes, watched)
+    results = evaluate(eval_step, network.params, batches, text_bytes, watched)
+    if not math.isfinite(results["val_loss"]):
+        raise UserError(f"the network of {folder} is not usable: its validation loss is {results['val_loss']}")
+    return network.step_line | results
 
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:

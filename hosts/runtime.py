@@ -14,6 +14,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ from hosts.machines import GPU_FRACTION
 from hosts.peers import end_all, exchange, join, leave
 from training.mesh import axes_between, islands, sizes_of
 
+MINUTE = 60  # seconds in which another process may still write a compiled program
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would recur
 
@@ -130,7 +132,12 @@ def start_jax() -> Cluster:
     Start every process with the same command; hosts/cluster.py finds the others. Raise UserError if their settings are
     incomplete or contradictory, PeerLost if one does not join.
     """
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    compiled = cache_dir() / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
+    for path in compiled.glob("*") if compiled.exists() else ():
+        with suppress(OSError):  # another process was first
+            if not path.stat().st_size and time.time() - path.stat().st_mtime > MINUTE:
+                path.unlink()  # a power cut left it: JAX would warn at each start, and never write it again
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
     for library in ("absl", "asyncio"):  # their messages repeat the commands' own

@@ -9,24 +9,26 @@ folder is complete when commit_success.txt exists. Orbax does not detect flipped
 are saved with the arrays, and compared at each read.
 """
 
+import asyncio
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from configs.retry import StorageLost, causes, first_line, passes, patiently, role
 from configs.schema import UserError
@@ -37,7 +39,9 @@ from training.optimizer import path_name
 from training.state import TrainState
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
+UNFINISHED = "unfinished"  # in a bucket: there while a checkpoint is written or deleted by its run
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
+T = TypeVar("T")
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
 
@@ -81,13 +85,20 @@ class Checkpoints:
         """Return the newest complete checkpoint's step; 0 if there is none."""
         return max(self.steps, default=0)
 
-    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
+    def restore(self, step: int, abstract: TrainState, run_id: str = "") -> tuple[TrainState, dict]:
+        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it. `run_id`:
+        of the run that continues; empty: any run's state is right.
 
         Raise the same exception on every process: UserError for another network or optimizer, Damaged if the bytes
         differ from the saved ones, StorageLost if a disk or store does not answer for long.
         """
         facts = self.facts(step)
+        if run_id and facts.get("run_id", run_id) != run_id:  # runs of before have none
+            other = facts["config"]
+            raise UserError(
+                f"checkpoint {step} in {self.folder} is of another run (name {other['name']}, seed {other['seed']}, "
+                f"run_dir {other['run_dir']}): two runs write to one folder; give each its own"
+            )
         self._require_same_state(facts, arrays_of(abstract))
         items = self._read(step, items_of(abstract))
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
@@ -122,6 +133,8 @@ class Checkpoints:
         self._require_same_network(facts, abstract, part=True)
         items = self._read(step, {"params": abstract})
         require_checksums(facts["checksums"], items, facts["shapes"])
+        if not all_finite(items["params"]):
+            raise UserError(f"checkpoint {step} in {self.folder} has parameters that are not finite")
         return items["params"]
 
     def facts(self, step: int) -> dict:
@@ -173,13 +186,34 @@ class Checkpoints:
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
 
+def outside_event_loop(function: Callable[[], T]) -> T:
+    """Return the result of `function`, which runs an event loop, as Orbax does: from a thread if this one already has a
+    loop, as in a notebook's cell (orbax issue 481)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+@jax.jit
+def _all_finite(tree: Any) -> Bool[Array, ""]:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def all_finite(tree: Any) -> bool:
+    """Return whether all numbers of a tree of arrays are finite. Every process must call it."""
+    return bool(_all_finite(tree))
+
+
 def read_arrays(folder: epath.Path, abstract: Any) -> Any:
     """Return this process's parts of the arrays in an item's folder, padded and sharded as `abstract`, which may have
     only some of them. Wait for no other process."""
     # Not strict: another mesh may have saved the arrays with other padding.
     arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
     restore = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
-    return ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
+    return outside_event_loop(lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=restore))
 
 
 def read_facts(folder: epath.Path) -> dict:

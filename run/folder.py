@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+from uuid import uuid4
 
 import jax
 from etils import epath
@@ -79,7 +80,7 @@ class RunLock:
         except BlockingIOError:
             holder = self._holder(file)[0] or "which has just begun"
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             LOGGER.warning(
                 f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it"
@@ -150,7 +151,8 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         copied = elsewhere != "" and (place(elsewhere) / record.name).exists()
     if not (record.exists() or copied) and (saved := _saved_facts(config)):
         lock.take()
-        write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [])
+        known = saved.get("run_id", "")
+        write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [], known)
         LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
         # A start that ended while it claimed the folder may leave these, and a preflight its file.
@@ -246,6 +248,11 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, toke
     Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
 
 
+def run_id(run_dir: str | Path) -> str:
+    """Return the identity of a run, drawn at its first start; empty for a run of before. Its checkpoints have it."""
+    return read_record(Path(run_dir) / "config.json")[0].get("run_id", "")
+
+
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
@@ -271,10 +278,13 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         ) from error
 
 
-def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
-    """Write a run's config.json: the options, versions and devices."""
+def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]], run_id: str = "") -> None:
+    """Write a run's config.json: its identity, by default a new one or the one there, the options, versions and
+    devices."""
     devices = jax.devices()
+    known = json.loads(record.read_text()).get("run_id", "") if record.exists() else uuid4().hex
     facts = {
+        "run_id": run_id or known,
         # With absolute paths: other commands find the text from any working folder.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,

@@ -10,6 +10,7 @@ a checkpoint's name. A failed deletion (a bucket may forbid it) would fail the s
 import asyncio
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,18 @@ from configs.retry import StorageLost, described, first_line, patiently
 from configs.schema import CheckpointConfig, UserError
 from hosts.peers import exchange
 from hosts.runtime import Damaged, NoCheckpoint, highest, on_first_process, versions
-from run.checkpoint import COMMITTED, FACTS, Checkpoints, arrays_of, checksums, digest, is_there, items_of
+from run.checkpoint import (
+    COMMITTED,
+    FACTS,
+    UNFINISHED,
+    Checkpoints,
+    arrays_of,
+    checksums,
+    digest,
+    is_there,
+    items_of,
+    outside_event_loop,
+)
 from run.record import Record, place, role
 from training.state import TrainState
 
@@ -94,6 +106,8 @@ class Saver(Checkpoints):
             if partial.exists():
                 partial.rmtree()
             (partial / FACTS).parent.mkdir(parents=True)
+            if self._in_bucket:
+                (partial / UNFINISHED).write_text("")
 
         if failure := on_first_process(lambda: _failure(begin)):
             self._failed(failure)
@@ -147,25 +161,30 @@ class Saver(Checkpoints):
 
     def _clear(self) -> None:
         """Delete what a kill or a failure left half written or half deleted. Put aside what has a checkpoint's name but
-        is not one. On the first process."""
+        is not one. Raise UserError for a checkpoint that others copied into a bucket. On the first process."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
         for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
-            half_written = self._in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
-            if half_written or path.name.endswith((HALF_DONE, DELETED)):
+            is_unfinished = self._in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
+            if is_unfinished and not (path / UNFINISHED).exists() and is_there(path / FACTS):
+                raise UserError(
+                    f"{path} has no {COMMITTED}, so it was not saved there. If it was copied from a disk completely, "
+                    f"make it valid by `echo | gcloud storage cp - {path}/{COMMITTED}`; otherwise delete it"
+                )
+            if is_unfinished or path.name.endswith((HALF_DONE, DELETED)):
                 path.rmtree()
             elif path.name.isdigit() and not self._in_bucket and not is_there(path / FACTS):
                 self._put_aside(path)
                 LOGGER.warning(f"checkpoint {path.name} cannot be read (it is incomplete); it is in bad-checkpoints")
 
-    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
+    def restore_newest(self, abstract: TrainState, run_id: str = "") -> tuple[TrainState, dict] | None:
         """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
-        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
-        which does not mean damage."""
+        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, StorageLost if a disk or store does not answer,
+        which does not mean damage, and UserError if it is of another run than `run_id`."""
         bad = []
         for step in reversed(self.steps):
             try:
-                restored = self.restore(step, abstract)
+                restored = self.restore(step, abstract, run_id)
             except Damaged as error:
                 bad.append(step)
                 LOGGER.warning(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
@@ -205,6 +224,7 @@ class Saver(Checkpoints):
         for path in [self.folder / str(step) for step in old] if jax.process_index() == 0 else ():
             try:
                 if self._in_bucket:
+                    (path / UNFINISHED).write_text("")
                     (path / COMMITTED).unlink(missing_ok=True)
                     path.rmtree()
                 else:
@@ -213,8 +233,10 @@ class Saver(Checkpoints):
                 LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
     def _put_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
-        """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable."""
-        target = self.folder.parent / name
+        """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
+        folder is beside `checkpoints` itself, not beside a link to it: a rename does not cross disks."""
+        own = self.folder if self._in_bucket else epath.Path(Path(self.folder).resolve())
+        target = own.parent / name
         target.mkdir(exist_ok=True)
         if self._in_bucket:
             (path / COMMITTED).unlink(missing_ok=True)
@@ -229,6 +251,25 @@ class Saver(Checkpoints):
 def unfinished(folder: epath.Path) -> epath.Path:
     """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
     return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
+
+
+def sync(folder: Path) -> None:
+    """Write all files below a folder, and their names, to the disk: a rename alone would outlive a power cut without
+    them."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in files):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(parent))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 class Saving(threading.Thread):
@@ -252,9 +293,12 @@ class Saving(threading.Thread):
                 save = ocp.args.PyTreeSave(items[name])  # pyright: ignore[reportCallIssue]
                 self.parts += await handler.async_save(unfinished(folder) / name, args=save) or []
 
-        # Not asyncio.run, which counts the tasks of all threads while Orbax's add theirs.
-        with closing(asyncio.new_event_loop()) as loop:
-            self.failed = _failure(lambda: loop.run_until_complete(begin()))
+        def run() -> None:
+            # Not asyncio.run, which counts the tasks of all threads while Orbax's add theirs.
+            with closing(asyncio.new_event_loop()) as loop:
+                loop.run_until_complete(begin())
+
+        self.failed = _failure(lambda: outside_event_loop(run))
         self.start()
 
     def run(self) -> None:
@@ -274,8 +318,11 @@ class Saving(threading.Thread):
         (target / FACTS).write_text(json.dumps(self.facts))
         if target == self.folder:
             (target / COMMITTED).write_text("")
+            (target / UNFINISHED).unlink(missing_ok=True)
         else:
+            sync(Path(target))
             target.rename(self.folder)
+            sync_folder(Path(target.parent))
 
 
 def _failure(function: Callable[[], Any]) -> str:

@@ -37,7 +37,7 @@ from interchange.init_from import (
 )
 from model.gpt import parameter_counts
 from run.checkpoint import whole_steps
-from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
+from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints, run_id
 from run.notify import tell
 from run.progress import Progress, Start
 from run.record import Events, Record, read_metrics, scores, starts_in_vain
@@ -178,7 +178,7 @@ def resume(built: Build, checkpoints: Saver, times: Times) -> Start:
     """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
-        restored = checkpoints.restore_newest(built.abstract_state)
+        restored = checkpoints.restore_newest(built.abstract_state, on_first_process(partial(run_id, config.run_dir)))
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built)))  # making it is not training
     state, facts = restored

@@ -244,7 +244,7 @@ def _only_one(out: Path) -> Iterator[None]:
             print(f"{out} is being prepared by another process: waiting for it", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             print(f"{out} is on a disk without locks: only one process may prepare it", file=sys.stderr)
         yield

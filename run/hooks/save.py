@@ -2,13 +2,16 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.retry import LONGEST
 from configs.schema import Config
-from hosts.runtime import highest
+from hosts.runtime import highest, on_first_process
 from model.gpt import parameter_shapes
+from run.checkpoint import all_finite
+from run.folder import run_id
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Hook, Progress
 from run.saver import Saver
@@ -23,9 +26,12 @@ class Save(Hook):
     def __init__(self, config: Config, checkpoints: Saver, dataset: str, watch: Watch):
         """Take `dataset`: the fingerprint that checkpoints contain."""
         self.config, self.checkpoints, self.dataset, self.watch = config, checkpoints, dataset, watch
+        self.record = Path(config.run_dir) / "config.json"
 
     def begin(self, run: Progress) -> None:
         self.saved = time.monotonic()
+        known = lambda: run_id(self.config.run_dir) if self.record.exists() else None
+        self.run_id = on_first_process(known)
 
     def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
         if due.save:
@@ -68,9 +74,14 @@ class Save(Hook):
         self._give_up_after(1)
 
     def _save(self, run: Progress) -> None:
+        if self.run_id is not None and not on_first_process(self.record.exists):
+            raise GaveUp(f"{self.record} was deleted while the run wrote to its folder")
+        if not all_finite(run.state.params):
+            raise GaveUp("the parameters are not finite, so they are not saved; a lower learning rate may help")
         kept = {"tokens": run.tokens_after(run.step), "seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
-        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
+        origin = {"run_id": self.run_id or "", "dataset": self.dataset, "shapes": shapes}
+        origin |= {"config": dataclasses.asdict(self.config)}
         with self.watch.away("saving", "saves"):
             self.checkpoints.save(run.step, run.state, {**kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False

@@ -225,7 +225,10 @@ def test_one_process_uses_a_run_at_a_time(config):
     open_run(config, "print", False)
 
 
-@pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
+WITHOUT_LOCKS = [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, True), (errno.EIO, False)]
+
+
+@pytest.mark.parametrize(("number", "taken"), WITHOUT_LOCKS)
 def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
     tmp_path, monkeypatch, messages, number, taken
 ):

@@ -1,0 +1,94 @@
+"""Test that a run neither loses its checkpoints nor takes another run's, whatever the machine does."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs.schema import CheckpointConfig, UserError
+from run.checkpoint import Checkpoints
+from run.saver import Saver
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, names, saved, state_on
+from tests.test_train import folder, run, untouched  # noqa: F401
+
+
+def test_another_run_s_checkpoint_is_not_restored_under_this_run_s_name(tmp_path):
+    about = {"config": {"name": "other", "seed": 7, "run_dir": "runs/other"}}
+    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints.save(3, changed(state_on(1)[0]), FACTS | about | {"run_id": "one"})
+    checkpoints.close()
+    assert Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], "one")
+    with pytest.raises(UserError, match=r"checkpoint 3 .* of another run \(name other, seed 7, run_dir runs/other\)"):
+        Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], "two")
+    assert names(tmp_path) == ["3"]
+
+
+def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old_one_goes_after(tmp_path, monkeypatch):
+    calls: list[str] = []
+    fsync, path_of = os.fsync, lambda number: os.readlink(f"/proc/self/fd/{number}")
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append(path_of(number)), fsync(number)))
+    saved(tmp_path, (1, 2), CheckpointConfig(keep=1))
+    half_done, checkpoints = "2.orbax-checkpoint-tmp", f"{tmp_path}/checkpoints"
+    written = {str(path).replace("/2/", f"/{half_done}/") for path in Path(checkpoints, "2").rglob("*")}
+    assert written <= {*calls} and calls[-1] == checkpoints and half_done in calls[-2]
+    assert names(tmp_path) == ["2"]
+
+
+def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):
+    async def cell():
+        state = saved(tmp_path)[3]
+        restored, _ = Checkpoints(tmp_path).restore(3, state_on(1)[1])
+        assert_equal(restored, state._replace(step=restored.step))
+
+    asyncio.run(cell())
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path):
+    checkpoints, state = Saver(tmp_path, KEEP_ALL), state_on(1)[0]
+    wrong = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+    checkpoints.save(3, state._replace(params=wrong), FACTS)
+    checkpoints.close()
+    with pytest.raises(UserError, match=r"checkpoint 3 .* not finite"):
+        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+
+
+def test_a_damaged_checkpoint_on_another_disk_is_set_aside_there(tmp_path):
+    disk = tmp_path / "disk" / "checkpoints"
+    disk.mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(disk)
+    saved(tmp_path / "run", (1, 2))
+    (disk / "2" / "facts" / "metadata").write_text("{}")
+    _, facts = Saver(tmp_path / "run", KEEP_ALL).restore_newest(state_on(1)[1])
+    assert facts["step"] == 1 and len(list((tmp_path / "disk" / "bad-checkpoints").iterdir())) == 1
+
+
+def test_rates_that_end_in_infinity_save_only_what_is_finite(folder, monkeypatch, capfd):  # noqa: F811
+    monkeypatch.chdir(folder)
+    words = ("--config=tiny.py", "--run_dir=wild", "--steps=40", "--checkpoint.every_steps=5")
+    assert run("train", monkeypatch, *words, "--optimizer.rate_factor=1e30", "--eval.every_steps=900") == 1
+    output = capfd.readouterr()
+    assert "not finite" in output.out + output.err
+    assert run("evaluate", monkeypatch, "--run_dir=wild") == 2
+    output = capfd.readouterr()
+    assert "not usable" in output.err and "nan" not in output.out
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_ends_with_1(folder, monkeypatch, capfd):  # noqa: F811
+    monkeypatch.chdir(folder)
+    save = Saver.save
+
+    def delete_then_save(self, step, *arguments):
+        save(self, step, *arguments)
+        if step == 20:
+            self.failing()
+            shutil.rmtree("gone")
+
+    monkeypatch.setattr(Saver, "save", delete_then_save)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=gone", "--steps=60") == 1
+    output = capfd.readouterr()
+    assert "config.json was deleted while the run wrote to its folder" in output.out + output.err
