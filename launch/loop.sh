@@ -5,8 +5,8 @@
 #   0, 1, 2, 3, 130    the run is over: complete, failed, a user's mistake, no readable checkpoint, ended by a person
 #   any other code     start again: 42 (a lost peer, a hang), 143 (preempted), 134, 137 and 139 (crashes)
 #
-# MAX_STARTS=10 starts in a row without progress end the loop with code 1. Progress is a newer folder in
-# RUN/checkpoints. A bucket is not listed: there, a start of PROGRESS_SECONDS=1800 is progress.
+# MAX_STARTS=10 starts in a row without progress end the loop with code 1. Progress is a newer folder in the run's
+# checkpoints. A bucket is not listed: there, a start of PROGRESS_SECONDS=1800 is progress.
 #
 # SIGTERM and SIGINT go to train.py, which saves. The loop then ends with 143 or 130: another machine may start it again.
 #
@@ -15,12 +15,15 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
-run_dir=
+run_dir= # or the folder of its checkpoints
 for word in "$@"; do
-    case $word in --run_dir=*) run_dir=${word#*=} ;; esac
+    case $word in
+        --run_dir=*) run_dir=${run_dir:-${word#*=}} ;;
+        --checkpoint.folder=*) run_dir=${word#*=} ;;
+    esac
 done
 if [ -z "$run_dir" ]; then
-    echo "error: launch/loop.sh needs --run_dir=FOLDER or --run_dir=gs://BUCKET/FOLDER" >&2
+    echo "error: launch/loop.sh needs --run_dir=FOLDER, and with a bucket --checkpoint.folder=gs://BUCKET/RUN" >&2
     exit 2
 fi
 deadline=
