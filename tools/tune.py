@@ -39,11 +39,11 @@ SIZES = 3  # numbers of rows that are tried with each `remat`
 SPEED_STEPS, WARM = 8, 2  # steps of a run that measures speed; the first ones are left out
 AS_FAST = 0.95  # share of the fastest run's tokens per second
 UNITS = 8  # the fewest gradients of a step, micro-batches x replicas, that the noise scale compares
-WINDOWS = (0.25, 0.5, 1.0)  # shares of the noise run's steps; the noise scale is of the later half before each
+WINDOWS = (1 / 3, 2 / 3, 1.0)  # shares of the noise run's steps; the noise scale is of the later half before each
 MOST_WASTE = 0.2  # more tokens that a larger batch may need
 FACTORS, SEEDS = (0.5, 1.0, 2.0), 3
 OF_RUN = 0.25  # share of the run's steps that a trial needs to show that higher rates are better
-TRIAL_STEPS, LEAST_STEPS = 32, 16
+TRIAL_STEPS, LEAST_STEPS = 24, 16
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than")  # in the log of a run
 # Options of every short run. They change no loss.
 SHORT = MEASURED | {"eval.tasks": "", "eval.prompts": (), "eval.every_steps": 10**9}
@@ -58,7 +58,7 @@ class Arguments:
     """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
     trial: NotNegative[int] = 0
     """Steps of a short run, at least 16; that for the noise scale has twice as many. 0: 1% of the run's steps, at least
-    32, and at least twice the warmup's."""
+    24, and at least twice the warmup's."""
 
 
 @dataclass(frozen=True)
