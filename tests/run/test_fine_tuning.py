@@ -9,7 +9,7 @@ from tests.run.test_continuing import CONFIG
 from tests.test_train import ROOT, assert_as_untouched, killed_after, run, summary, write_folder
 
 BASE = CONFIG.replace("MatricesConfig(0.002)", 'MatricesConfig(0.002, kind="muon")').replace("kv_heads=1", "kv_heads=2")
-CHAT = (f"--config={ROOT}/configs/chat.py", "--init_from=base", "--data.source=chats")
+CHAT = (f"--config={ROOT}/configs/chat.py", "--init_from=base", "--data.source=chats", "--model.dtype=float32")
 OFTEN = ("--checkpoint.every_steps=4", "--log.every_steps=1", "--batch.rows_per_device=2")
 
 

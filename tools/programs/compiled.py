@@ -47,7 +47,15 @@ Program = dict[str, list[Instruction]]
 def compile_step(built: Build) -> Any:
     """Compile the training step for the build's mesh, whose devices need not be there."""
     with jax.sharding.use_abstract_mesh(built.mesh.abstract_mesh):  # its devices decide the kernels
-        return built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
+        lowered = built.train_step.lower(built.abstract_state, built.abstract_batch())
+    return lowered.compile(described_gpu_options(built.mesh))
+
+
+def described_gpu_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:
+    """Return the options of XLA without which JAX 0.11 and later compile no deterministic program for a GPU that is not
+    here: Triton's products need a configuration, which only a GPU can choose. cuBLAS's need none."""
+    is_described = mesh.devices.flat[0].platform == "gpu" and jax.default_backend() != "gpu"
+    return {"xla_gpu_enable_triton_gemm": False} if is_described and jax.__version_info__ >= (0, 11) else None
 
 
 def estimated_cycles(hlo_text: str) -> int:
