@@ -18,6 +18,7 @@ from contextlib import suppress
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.error import HTTPError
 
@@ -134,10 +135,7 @@ def start_jax() -> Cluster:
     """
     compiled = cache_dir() / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(compiled))
-    for path in compiled.glob("*") if compiled.exists() else ():
-        with suppress(OSError):  # another process was first
-            if not path.stat().st_size and time.time() - path.stat().st_mtime > MINUTE:
-                path.unlink()  # a power cut left it: JAX would warn at each start, and never write it again
+    remove_empty_programs(compiled)
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
     for library in ("absl", "asyncio"):  # their messages repeat the commands' own
@@ -166,6 +164,15 @@ def require_platform() -> None:
             f"JAX_PLATFORMS={platforms}: JAX finds no such device here ({first_line(error)}); install its plugin and "
             "driver (docs/get-started.md), or unset JAX_PLATFORMS"
         ) from error
+
+
+def remove_empty_programs(folder: Path) -> None:
+    """Delete the compiled programs of 0 bytes, which a power cut leaves: JAX would warn of them at each start, and never
+    write them again (compare jax issue 39880)."""
+    for path in folder.glob("*"):
+        with suppress(OSError):  # another process was first
+            if not path.stat().st_size and time.time() - path.stat().st_mtime > MINUTE:
+                path.unlink()
 
 
 def google_metadata(key: str) -> str:

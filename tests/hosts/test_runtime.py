@@ -19,7 +19,14 @@ from configs.files import append_whole, write_whole
 from configs.retry import StorageLost
 from configs.schema import UserError
 from hosts.cluster import PeerLost
-from hosts.runtime import NoCheckpoint, google_metadata, report_unless_loop_is_closed, require_platform, run_command
+from hosts.runtime import (
+    NoCheckpoint,
+    google_metadata,
+    remove_empty_programs,
+    report_unless_loop_is_closed,
+    require_platform,
+    run_command,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,3 +205,12 @@ def test_google_s_metadata_is_read(monkeypatch):
         server.shutdown()
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert google_metadata("agent-worker-number") == ""  # no such server
+
+
+def test_an_empty_compiled_program_is_deleted_unless_it_may_be_being_written(tmp_path):
+    for name, content in (("left", b""), ("whole", b"x"), ("new", b"")):
+        (tmp_path / name).write_bytes(content)
+        os.utime(tmp_path / name, None if name == "new" else (1, 1))
+    remove_empty_programs(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "new"}
+    remove_empty_programs(tmp_path / "none")
