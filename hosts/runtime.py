@@ -167,8 +167,8 @@ def require_platform() -> None:
 
 
 def remove_empty_programs(folder: Path) -> None:
-    """Delete the compiled programs of 0 bytes, which a power cut leaves: JAX would warn of them at each start, and never
-    write them again (compare jax issue 39880)."""
+    """Delete the compiled programs of 0 bytes, which a power cut leaves: JAX would warn of them at each start, and
+    never write them again (compare jax issue 39880)."""
     for path in folder.glob("*"):
         with suppress(OSError):  # another process was first
             if not path.stat().st_size and time.time() - path.stat().st_mtime > MINUTE:
