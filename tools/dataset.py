@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.messages import progress
-from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
@@ -33,7 +32,7 @@ class Arguments:
     path: Annotated[str, tyro.conf.Positional]
     """A dataset folder, here or at a URL, or a run's folder, whose text, seed, packing and sizes are then used."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Show the batch of this step (the first is 0). For a run: the step's actual batch, also after rollbacks."""
+    """Show the batch of this step (the first is 0). For a run: the step's actual batch."""
     rows: Positive[int] = 4
     """Rows of the batch to show."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
@@ -142,7 +141,7 @@ def document_text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
 def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) -> None:
     """Print at most `most` rows of a step's batch. `vocab_size`: the tokenizer's, if the config's is smaller."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
+    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
     text = open_text(config.data, max(config.model.vocab_size, vocab_size), length, size, cache_dir())
     sequence = RowSequence(text.train, text.mixture, config.seed)

@@ -264,11 +264,10 @@ def samples_and_jumps(run: Run) -> str:
     for line in reversed(run.lines):
         if line.get("samples"):
             parts.append(texts(f"{run.name}, step {line['step']:,}: samples", line["samples"]))
-        for kind in ("spike", "rollback"):
-            if kind in line:
-                about = {name: value for name, value in line[kind].items() if name != "texts"}
-                title = f"{run.name}, step {line['step']:,}: {kind} {json.dumps(about)}"
-                parts.append(texts(title, line[kind].get("texts") or []))
+        if spike := line.get("spike"):
+            about = {name: value for name, value in spike.items() if name != "texts"}
+            title = f"{run.name}, step {line['step']:,}: spike {json.dumps(about)}"
+            parts.append(texts(title, spike.get("texts") or []))
     return "".join(parts)
 
 

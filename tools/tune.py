@@ -383,8 +383,6 @@ def main() -> int:
         ours.add_argument(name)
     given, words = ours.parse_known_args()
     require_steps(config)
-    if ramp := options(config).get("batch.ramp"):
-        raise UserError(f"--batch.ramp={ramp}: tools.tune tunes a constant batch; leave the ramp out")
     least = max(TRIAL_STEPS, config.steps // 100, 2 * config.optimizer.schedule.warmup_steps)
     trial = max(LEAST_STEPS, arguments.trial or min(config.steps, least))
     asked = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True)

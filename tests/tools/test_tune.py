@@ -174,10 +174,9 @@ def test_a_run_that_ends_badly_does_not_fit_or_ends_the_command(
     assert end.value.code == expected and str(tmp_path / "out" / "log") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "named"), [("--epochs=2", "--steps"), ("--batch.ramp=0:256,1e3:512", "--batch.ramp")])
-def test_what_cannot_be_tuned_is_refused(trained, monkeypatch, word, named):
-    monkeypatch.setattr(sys, "argv", ["tune", "--config=tiny.py", word])
-    with pytest.raises(UserError, match=named):
+def test_a_run_without_steps_is_refused(trained, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tune", "--config=tiny.py", "--epochs=2"])
+    with pytest.raises(UserError, match="--steps"):
         tune.main()
     assert not trained.configs
 
