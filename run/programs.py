@@ -7,8 +7,8 @@ from data.loader import StepBatches, local_rows
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
-from run.goodput import Times
 from run.progress import Start
+from run.times import Times
 from training.build import Build
 from training.mesh import note_on_slow_links
 from training.step import TrainStep
@@ -30,7 +30,7 @@ def compile_train_steps(built: Build, times: Times) -> TrainSteps:
     """Compile the programs that the run needs. A compiled program refuses other shapes, so no step can recompile. Every
     process must call it, together with the others."""
     every = built.config.diagnostics.every_steps
-    with times.during("compilation"):
+    with times.during("compile"):
         taken: Any = [
             step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
             for step, needed in ((built.train_step, every != 1), (built.measuring_step, every))
