@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.messages import progress
-from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
@@ -142,7 +141,7 @@ def document_text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
 def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) -> None:
     """Print at most `most` rows of a step's batch. `vocab_size`: the tokenizer's, if the config's is smaller."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
+    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
     text = open_text(config.data, max(config.model.vocab_size, vocab_size), length, size, cache_dir())
     sequence = RowSequence(text.train, text.mixture, config.seed)
