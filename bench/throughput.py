@@ -19,13 +19,11 @@ from configs.command_line import parse
 from configs.schema import Config, Positive, UserError
 from configs.validation import require_steps, validate
 from evaluation.evaluator import make_generate
-from hosts.machines import HEADROOM, device_limit, peak_flops
+from hosts.machines import peak_flops
 from hosts.runtime import run_command
 from model.gpt import flops_per_token, parameter_counts
-from run.fitting import program_bytes
 from training.build import Build, build
-from training.candidate import candidate_of
-from training.memory import with_rows
+from training.memory import program_bytes
 from training.step import Batch
 
 WARMUP_STEPS = 3
@@ -154,9 +152,9 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     require_steps(config)
-    devices = jax.devices()
-    limit = HEADROOM * device_limit(devices[0], jax.local_device_count())
-    config = with_rows(candidate_of(sized(config, arguments, len(devices)), devices), limit).config
+    config = sized(config, arguments, len(jax.devices()))
+    if config.batch.rows_per_device == "auto":
+        raise UserError("--rows is missing: the rows of a micro-batch on one device; the config has `auto`")
     print(json.dumps(measure(config, arguments)))
     return 0
 

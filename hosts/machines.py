@@ -62,10 +62,6 @@ class Machine:
         return int(self.memory * GPU_FRACTION) if self.gpu else self.memory
 
 
-UNKNOWN = Machine("", [], 0, 0.0, 0.0, 0.0, 0, 0.0, "", gpu=True)
-"""Any other device, a CPU included: the closed form of a step's memory takes it for a GPU (training/memory.py)."""
-
-
 @cache
 def machines() -> dict[str, Machine]:
     """Return the machines of hosts/machines.toml, which users edit. Raise UserError if it cannot be read."""

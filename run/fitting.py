@@ -1,7 +1,7 @@
-"""`batch.rows_per_device=auto`: choose the rows of a micro-batch, and what else the devices' memory asks for.
+"""`batch.rows_per_device=auto`: choose the rows of a micro-batch that fit the devices' memory.
 
-A closed form (training/memory.py) expects what fits, and the compiled program says what it needs. If not one row fits,
-the loss is computed in chunks, then blocks are recomputed, then `mesh.fsdp` grows: the one that costs least time first.
+One row is compiled, then the rows that a line expects to fit, then the rows that the line through both expects. A
+compiled program says what it needs. If one row does not fit, `SMALLER` options are taken, then `mesh.fsdp` grows.
 events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
 
 `explain_out_of_memory` names the command that plans what would fit, for any choice of rows.
@@ -11,9 +11,8 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
 from math import log2
@@ -26,15 +25,25 @@ from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
-from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory, machines, name_of
+from hosts.machines import (
+    GIB,
+    HEADROOM,
+    VECTOR_MEMORY,
+    Topology,
+    device_limit,
+    exceeds_vector_memory,
+    machine_of,
+    machines,
+    name_of,
+)
 from hosts.runtime import highest, on_first_process
 from run.programs import TrainSteps, compile_train_steps, describe
 from run.progress import Progress
 from run.record import Events
 from run.times import Times
 from training.build import Build, build
-from training.candidate import CHUNKS, REMAT, Candidate, candidate_of, topology_of
-from training.memory import device_bytes, evaluation_memory, memory, most, most_rows, scale_of
+from training.memory import SMALLER, line, program_bytes, row_counts, stored_bytes
+from training.mesh import islands
 
 COMPILATIONS = 3
 CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
@@ -45,6 +54,9 @@ DECIDE = (
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2
 """Times the limit that a program is taken to need if the compiler's refusal has no number."""
+
+Choice = dict[str, Any]
+ROWS: Choice = {"batch.rows_per_device": 1}
 
 
 class Fitting:
@@ -58,56 +70,79 @@ class Fitting:
                 raise UserError("--memory: the rows are given; --batch.rows_per_device=auto chooses what fits it")
             return
         devices, here = jax.devices(), jax.local_devices()
-        self.base = candidate_of(asked, devices)
+        topology = topology_of(devices)
         self.limit = HEADROOM * -highest(-(int(gib * GIB) or device_limit(here[0], len(here))))
         """The bytes that may be taken of any device."""
+        self.levels = levels_of(asked, topology.inside)
         sizes = {name: value for name, value in options(asked).items() if name.startswith(DECIDE)}
         # In steps of a fifth: what a CPU has available changes from start to start.
-        text = json.dumps([devices[0].device_kind, self.base.topology, int(4 * log2(self.limit)), sizes])
+        text = json.dumps([devices[0].device_kind, topology, int(4 * log2(self.limit)), sizes])
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices, their memory and the sizes that a choice is for."""
-        self.kept: dict[str, Any] = on_first_process(self._read)
+        self.kept: Choice = on_first_process(self._read)
         """The choice of an earlier start, if there is one."""
 
     def first(self) -> Config:
-        """Return the config with an earlier start's choice, or with what the closed form expects to fit."""
-        return with_options(self.asked, self.kept or chosen(self._expected(1.0))) if self.auto else self.asked
+        """Return the config with an earlier start's choice, or with one row."""
+        return with_options(self.asked, self.kept or self.levels[0]) if self.auto else self.asked
 
     def compile(self, built: Build, step: int, times: Times) -> tuple[Build, TrainSteps]:
-        """Compile the steps, at most COMPILATIONS times, until a program fits. Return its build, and them. UserError,
-        with the smallest change that would fit, if none does. Every process must call it."""
+        """Compile the steps, at most COMPILATIONS times, and return the build with the most rows that fit, and them.
+        Raise UserError, with the memory that would do, if none fits. Every process must call it."""
         LOGGER.info(describe(built))
         if not self.auto:
             return built, compile_train_steps(built, times)
-        self.kept = on_first_process(self._read)  # again: the record may have come from the checkpoints' folder
-        now, best, tried = self.base.having(self.kept or chosen(built)), None, []
-        if chosen(now) != chosen(built):
-            built = build(with_options(built.config, chosen(now)))
-        while True:
-            tried.append(now)
-            steps, needs = self._compiled(now, built, times)
-            fits, scale = needs <= self.limit, scale_of(now, needs)
+        kept = on_first_process(self._read)  # again: the record may have come from the checkpoints' folder
+        now, best, tried = kept or chosen(built), None, []
+        for _ in range(COMPILATIONS):
+            if now != chosen(built):
+                built = build(with_options(built.config, now))
+                LOGGER.info(describe(built))
+            steps, needs = self._compiled(built, times)
+            tried.append((now, needs))
+            fits = needs <= self.limit and steps is not None
             verdict = "it fits" if fits else "it does not fit"
             LOGGER.info(f"{words(now)}: a device needs {needs / GIB:.3g} of {self.limit / GIB:.3g} GiB; {verdict}")
-            best = (now, built, steps, scale) if fits and steps else best
-            if len(tried) == COMPILATIONS or (best and (self.kept or len(tried) > 1)):
+            if fits:
+                best = built, steps
+            if fits and now == kept:
                 break
-            now = self._expected(scale) if best or len(tried) < COMPILATIONS - 1 else self.levels[-1]
-            if now in tried:
+            after = self.levels[0] if now == kept and now != self.levels[0] else self._next(built, tried)
+            if after is None:
                 break
-            built = build(with_options(built.config, chosen(now)))
-            LOGGER.info(describe(built))
+            now = after
         if best is None:
-            raise UserError(self._too_small(tried[-1], needs))
-        now, built, steps, scale = best
+            more = 1.001 * needs / HEADROOM / GIB  # not less, once it is rounded
+            raise UserError(
+                f"not one row fits the device's memory: {words(now)} needs {needs / GIB:.3g} GiB, and "
+                f"{self.limit / GIB:.3g} GiB may be taken. It would fit {more:.4g} GiB of memory a device; or make "
+                "model.depth or model.width smaller"
+            )
+        built, steps = best
         before = options(self.asked)
-        for name, value in chosen(now).items():
+        for name, value in chosen(built).items():
             if name != "batch.rows_per_device" and value != before[name]:
-                saved = device_bytes(now.having({name: before[name]}), scale) - device_bytes(now, scale)
-                LOGGER.info(f"--{name}={value}: one row should not fit without it; it saves {saved / GIB:.3g} GiB")
-        self._keep(chosen(now), step)
-        on_first_process(lambda: self._share(chosen(now)))
+                LOGGER.info(f"--{name}={value}: one row does not fit without it")
+        self._keep(chosen(built), step)
+        on_first_process(lambda: self._share(chosen(built)))
         return built, steps
+
+    def _next(self, built: Build, tried: Sequence[tuple[Choice, float]]) -> Choice | None:
+        """Return what to compile after `tried`, of which `built` is the last: more or fewer rows by the line through
+        them, the next level if one row does not fit, or None if nothing better is expected."""
+        now, needs = tried[-1]
+        rows = now["batch.rows_per_device"]
+        if rows == 1 and needs > self.limit:
+            later = self.levels[self.levels.index(now) + 1 :] if now in self.levels else self.levels
+            return later[0] if later else None
+        points = {each["batch.rows_per_device"]: size for each, size in tried if {**each, **ROWS} == {**now, **ROWS}}
+        fitting = max((n for n, size in points.items() if size <= self.limit), default=0)
+        refused = min((n for n, size in points.items() if size > self.limit), default=sys.maxsize)
+        if len(points) == 1:
+            points[0] = sum(stored_bytes(built).values())
+        within = (n for n in row_counts(built) if fitting < n < refused and line(points, n) <= self.limit)
+        more = next(within, 0)
+        return {**now, "batch.rows_per_device": more} if more else None
 
     def halved(self, built: Build, run: Progress, reason: Exception) -> Build:
         """Return a build with half the rows, if the memory ran out in a step, and put that on record. Raise `reason` if
@@ -117,57 +152,16 @@ class Fitting:
         if ends or config.batch.rows == 1 or "RESOURCE_EXHAUSTED" not in str(reason):
             raise reason
         self.is_halved = True
-        rows = next(n for n in self.base.row_counts if n <= config.batch.rows // 2)
+        rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
         Events(config.run_dir).add("out_of_memory", run.step, rows_per_device=rows)
         LOGGER.warning(f"out of memory after step {run.step}: --batch.rows_per_device={rows} from here on")
         built = build(with_options(config, {"batch.rows_per_device": rows}))
         self._keep(chosen(built), run.step)
         return built
 
-    def _read(self) -> dict[str, Any]:
-        """Return the newest choice for such devices and sizes: the run's own, or else another run's."""
-        fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        found = [event["options"] for event in fitted if event["key"] == self.key]
-        with suppress(OSError, ValueError):  # none, or damaged
-            found = found or [json.loads((known() / self.key).read_text())]
-        return found[-1] if found and found[-1].keys() == {*CHOSEN} else {}
-
-    def _keep(self, choice: dict[str, Any], step: int) -> None:
-        """Keep a choice for later starts of this run. Every process must call it."""
-        on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
-
-    def _share(self, choice: dict[str, Any]) -> None:
-        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
-        with suppress(OSError):
-            known().mkdir(parents=True, exist_ok=True)
-            write_whole(known() / self.key, json.dumps(choice))
-
-    @cached_property
-    def levels(self) -> list[Candidate]:
-        """Return one row of the network as asked for, and then with ever less memory and more time."""
-        model, mesh, inside = self.asked.model, self.asked.mesh, self.base.topology.inside
-        less: list[dict[str, Any]] = [{"model.loss_chunks": CHUNKS}] if model.loss_chunks < CHUNKS else []
-        less += [{"model.remat": remat} for remat in REMAT[REMAT.index(model.remat) + 1 :]]
-        if mesh.data == -1:
-            larger = (mesh.fsdp << n for n in range(1, inside.bit_length()))
-            less += [{"mesh.fsdp": fsdp} for fsdp in larger if inside % (fsdp * mesh.tensor) == 0]
-        levels = [self.base.having({"batch.rows_per_device": 1})]
-        for change in less:
-            with suppress(UserError):  # it does not divide the network
-                validate((level := levels[-1].having(change)).config)
-                levels.append(level)
-        return levels
-
-    def _expected(self, scale: float) -> Candidate:
-        """Return the fastest that should fit, by the closed form with `scale`; the last level if none."""
-        for level in self.levels:
-            if rows := most_rows(level, self.limit, scale):
-                return level.having({"batch.rows_per_device": rows})
-        return self.levels[-1]
-
-    def _compiled(self, candidate: Candidate, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
-        """Compile a candidate's steps. Return them, None if the compiler refused, and the bytes of a device that they,
-        an evaluation and sampling need."""
+    def _compiled(self, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
+        """Compile the steps. Return them, None if the compiler refused, and the bytes of a device that they and the
+        held-out rows need. An evaluation and sampling need less than a step."""
         steps = None
         try:
             steps = compile_train_steps(built, times)
@@ -177,42 +171,64 @@ class Fitting:
                 raise
             used = re.search(r"Used ([\d.]+)G of", str(error))
             step = float(used[1]) * GIB if used else REFUSED * self.limit
-        return steps, most(highest(int(step)), evaluation_memory(candidate, memory(candidate)))
+        return steps, highest(int(step)) + stored_bytes(built)["held-out rows"]
 
-    def _too_small(self, least: Candidate, needs: float) -> str:
-        """Return that the `least` candidate, which `needs` these bytes, does not fit, and the smallest changes."""
-        scale, depth = scale_of(least, needs), self.asked.model.depth
-        fits = lambda depth: device_bytes(least.having({"model.depth": depth}), scale) <= self.limit
-        less = [f"--model.depth={n}" for n in range(depth - 1, 0, -1) if fits(n)][:1]
-        more = f"{1.001 * needs / HEADROOM / GIB:.4g} GiB of memory a device"  # not less, once it is rounded
-        return (
-            f"not one row fits the device's memory: {words(least)} needs {needs / GIB:.3g} GiB, and "
-            f"{self.limit / GIB:.3g} GiB may be taken. The smallest change that would fit: {' or '.join([*less, more])}"
-        )
+    def _read(self) -> Choice:
+        """Return the newest choice for such devices and sizes: the run's own, or else another run's."""
+        fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
+        found = [event["options"] for event in fitted if event["key"] == self.key]
+        with suppress(OSError, ValueError):  # none, or damaged
+            found = found or [json.loads((known() / self.key).read_text())]
+        return found[-1] if found and found[-1].keys() == {*CHOSEN} else {}
+
+    def _keep(self, choice: Choice, step: int) -> None:
+        """Keep a choice for later starts of this run. Every process must call it."""
+        on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
+
+    def _share(self, choice: Choice) -> None:
+        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
+        with suppress(OSError):
+            known().mkdir(parents=True, exist_ok=True)
+            write_whole(known() / self.key, json.dumps(choice))
 
 
-def chosen(of: Candidate | Build) -> dict[str, Any]:
+def levels_of(asked: Config, inside: int) -> list[Choice]:
+    """Return one row of the network as asked for, then with SMALLER, then with the largest `fsdp` in an island of
+    `inside` devices, as far as they divide the network."""
+    levels = [with_options(asked, ROWS)]
+    changes: list[Choice] = [SMALLER]
+    if asked.mesh.data == -1:
+        changes.append({"mesh.fsdp": inside // asked.mesh.tensor})
+    for change in changes:
+        with suppress(UserError):
+            validate(level := with_options(levels[-1], change))
+            levels.append(level)
+    choices = [{name: options(level)[name] for name in CHOSEN} for level in levels]
+    return [choice for i, choice in enumerate(choices) if choice not in choices[:i]]
+
+
+def topology_of(devices: Sequence[Any]) -> Topology:
+    """Return the topology of devices that are here. Its kind is the platform's name if no machine is described."""
+    machine, groups = machine_of(devices[0].device_kind), islands(devices)
+    shape = [len(groups[0])]
+    if machine and not machine.gpu:
+        shape = [len({*along}) for along in zip(*(device.coords for device in groups[0]))][: machine.directions // 2]
+    return Topology(len(groups), machine.kind if machine else devices[0].platform, tuple(shape))
+
+
+def chosen(built: Build) -> Choice:
     """Return the values of the options that are chosen."""
-    return {name: options(of.config)[name] for name in CHOSEN}
+    return {name: options(built.config)[name] for name in CHOSEN}
 
 
-def words(candidate: Candidate) -> str:
-    """Return what is chosen of a candidate as options."""
-    return " ".join(f"--{name}={value}" for name, value in chosen(candidate).items())
+def words(choice: Choice) -> str:
+    """Return a choice as options."""
+    return " ".join(f"--{name}={value}" for name, value in choice.items())
 
 
 def known() -> Path:
     """Return the folder of this machine's choices; another JAX makes its own."""
     return cache_dir() / "fitted" / version("jaxlib")
-
-
-def program_bytes(compiled: Any) -> int:
-    """Return the bytes on a device that a compiled program asks for, by its own analysis: arguments, results,
-    temporaries."""
-    analysis: Any = compiled.memory_analysis()
-    # Donated arguments and the outputs that replace them count once.
-    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
 
 
 @contextmanager
@@ -239,4 +255,4 @@ def _too_large() -> str:
         return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
     words = [word for word in sys.argv[1:] if not word.startswith(("--accept", "--memory"))]
     plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={name_of(topology)}"])
-    return f"{too_much}. Its memory by part, and the nearest change that would fit: {plan}"
+    return f"{too_much}. What would fit: {plan}"

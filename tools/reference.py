@@ -28,7 +28,7 @@ another value, except for options marked *may change on resume*, or with `--acce
 """
 COMMANDS = (
     *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__", "data.prepare.chats"),
-    *("tools.plan.__main__", "tools.tune", "tools.report"),
+    *("tools.plan", "tools.tune", "tools.report"),
     *("tools.dataset", "tools.inspect", "tools.doctor"),
 )
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}

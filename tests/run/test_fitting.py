@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 
 from configs.command_line import Exit
 from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
-from hosts.machines import GIB
 from run import fitting as module
 from run.fitting import CHOSEN, COMPILATIONS, Fitting
 from run.programs import TrainSteps
@@ -21,8 +19,6 @@ from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import ROOT, figures, run, write_folder
 from training.build import build
-from training.candidate import candidate_of
-from training.memory import device_bytes
 
 OPTIONS = (  # of test_train.py's config: four short steps, with rows that are chosen
     *("--config=tiny.py", "--steps=4", "--model.depth=3", "--batch.sequence_length=64", "--batch.tokens_per_step=1024"),
@@ -30,7 +26,7 @@ OPTIONS = (  # of test_train.py's config: four short steps, with rows that are c
     "--log.every_steps=1",
 )
 LONGER = ("--steps=6", "--model.depth=1")
-LEVELS = [(1, "none", 1), (8, "none", 1), (8, "products", 1), (8, "block", 1), *((8, "block", n) for n in (2, 4, 8))]
+LEVEL, SMALLER_LEVEL = ("1", "none", "1"), ("8", "block", "1")
 NEEDS = re.compile(
     r"--batch.rows_per_device=(\d+) --model.loss_chunks=(\d+) --model.remat=(\w+) --mesh.fsdp=(\d+): "
     r"a device needs ([\d.e-]+) of ([\d.e-]+) GiB; it (fits|does not fit)"
@@ -61,27 +57,6 @@ def chosen(config) -> dict:
     return {name: options(config)[name] for name in CHOSEN}
 
 
-def choices(asked, patch, devices: int) -> list[tuple]:
-    """Return what the closed form chooses, from ample memory to none: rows, chunks, recomputation, fsdp."""
-    patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:devices])
-    fitting, taken = Fitting(asked, 1.0), []
-    for fitting.limit in (1.0 * GIB, *np.geomspace(2, 0.4, 60) * 2**20):  # type: ignore
-        taken.append(tuple(chosen(fitting.first()).values()))
-    return taken
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_rows_then_chunks_then_recomputation_then_fsdp(asked, monkeypatch, devices):
-    taken = choices(asked, monkeypatch, devices)
-    assert taken[0] == (64 // devices, *LEVELS[0]) and taken[-1] == (1, *LEVELS[-1 if devices == 8 else 3])
-    places = [LEVELS.index(choice[1:]) for choice in taken]
-    assert places == sorted(places) and len({*places}) >= 4
-    assert all(rows >= after for (rows, *level), (after, *next) in pairwise(taken) if level == next)
-    if devices == 8:  # a mesh that is asked for stays
-        fixed = choices(replace(asked, mesh=MeshConfig(data=8)), monkeypatch, 8)
-        assert fixed[-1] == (1, *LEVELS[3])
-
-
 class Compiled:
     """A program that asks for some bytes."""
 
@@ -94,20 +69,22 @@ class Compiled:
         return self
 
 
-def compiling(patch, truth) -> list:
-    """Let programs need `truth(closed form)` bytes, or be refused if that is None. Return what is compiled, in time."""
-    compiled = []
+def compiling(patch, needs, devices: int = 1) -> list[tuple]:
+    """Let a program of `needs(rows, chunks, remat, fsdp)` KiB be compiled, or refused if that is None. Return what is
+    compiled, in time."""
+    some = jax.local_devices()[:devices]
+    compiled, built = [], build(tiny_config(rows=64, length=64), some)
 
     def compile_train_steps(built, times):
-        compiled.append(built.config)
-        if (size := truth(device_bytes(candidate_of(built.config, jax.devices())))) is None:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm.")
-        return TrainSteps(Compiled(size), Compiled(size))  # pyright: ignore
+        compiled.append(tuple(chosen(built.config).values()))
+        if (size := needs(*compiled[-1])) is None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return TrainSteps(Compiled(1024 * size), Compiled(1024 * size))  # pyright: ignore
 
-    some, built = jax.local_devices()[:1], build(tiny_config(), jax.local_devices()[:1])
     patch.setattr(jax, "devices", lambda *_: some)
     patch.setattr(module, "build", lambda config: built._replace(config=config))  # a build takes a second
     patch.setattr(module, "compile_train_steps", compile_train_steps)
+    patch.setattr(module, "stored_bytes", lambda _: {"parameters": 1024 * 800, "held-out rows": 0})
     return compiled
 
 
@@ -119,44 +96,64 @@ def fit(asked, gib: float):
     return built.config
 
 
-@pytest.mark.parametrize("factor", [0.25, 1.3, 4.0])
-def test_three_compilations_are_enough_however_wrong_the_closed_form_is(asked, monkeypatch, factor):
-    for gib in (0.02, 0.006, 0.002):
-        compiled = compiling(monkeypatch, lambda size: factor * size)
-        try:
-            config = fit(replace(asked, run_dir=f"{asked.run_dir}-{gib}"), gib)
-            needs = factor * device_bytes(candidate_of(config, jax.devices()))
-            assert needs <= 0.9 * gib * GIB and config in compiled
-        except UserError as error:
-            last = compiled[-1]
-            assert last.batch.rows == 1 and last.model.remat == "block" and len(compiled) <= COMPILATIONS
-            ((depth, more),) = re.findall(r"would fit: (?:--model.depth=(\d+) or )?([\d.]+) GiB of", str(error))
-            fit(replace(asked, run_dir=f"{asked.run_dir}-{gib}-more"), float(more))
-            if depth:
-                shallow = with_options(asked, {"model.depth": int(depth)})
-                fit(replace(shallow, run_dir=f"{asked.run_dir}-{gib}-shallow"), gib)
+def limit(kib: float) -> float:
+    """Return the GiB of a device of which so many KiB may be taken."""
+    return kib / 0.9 / 2**20
+
+
+AS_ASKED, SMALLER, SHARDED = (1, "none", 1), (8, "block", 1), (8, "block", 8)
+
+
+@pytest.mark.parametrize(
+    ("needs", "kib", "tried"),
+    [
+        (lambda rows, *_: 1000 + 100 * rows, 9000, [1, 32, 64]),  # 0.8 MiB are there without rows
+        (lambda rows, *_: 800 + 100 * rows, 4200, [1, 32]),
+        (lambda rows, *_: 800 + 100 * rows**1.2, 4200, [1, 32, 16]),
+        (lambda rows, *_: 800 + 100 * rows if rows < 33 else None, 8000, [1, 64, 32]),  # refused without a number
+        (lambda rows, *_: 800 + 100 * rows, 900, [1]),
+    ],
+)
+def test_rows_follow_the_line_through_what_was_compiled(asked, monkeypatch, needs, kib, tried):
+    compiled = compiling(monkeypatch, needs)
+    config = fit(asked, limit(kib))
+    assert [rows for rows, *_ in compiled] == tried and len(tried) <= COMPILATIONS
+    assert {tuple(level) for _, *level in compiled} == {AS_ASKED}
+    assert config.batch.rows == max(rows for rows in tried if (size := needs(rows)) is not None and size <= kib)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_chunks_and_recomputation_are_taken_before_fsdp(asked, monkeypatch, devices):
+    sizes = {AS_ASKED: 900, SMALLER: 600, SHARDED: 300}
+    for kib, level in ((700, SMALLER), (400, SHARDED if devices == 8 else None)):
+        compiled = compiling(monkeypatch, lambda rows, *level: sizes[level] * rows, devices)
+        asked = replace(asked, run_dir=f"{asked.run_dir}-{kib}")
+        if level is None:
+            with pytest.raises(UserError, match=r"It would fit [\d.]+ GiB"):
+                fit(asked, limit(kib))
             continue
-        assert 1 <= len(compiled) <= COMPILATIONS
-    compiled = compiling(monkeypatch, lambda size: None if size > 0.003 * GIB else size)
-    config = fit(replace(asked, run_dir=f"{asked.run_dir}-refused"), 0.005)
-    assert config in compiled and 1 < len(compiled) <= COMPILATIONS
+        assert tuple(chosen(fit(asked, limit(kib))).values()) == (1, *level)
+        assert len(compiled) <= COMPILATIONS
+    compiling(monkeypatch, lambda rows, *level: sizes[level] * rows, devices)
+    fixed = replace(asked, run_dir=f"{asked.run_dir}-fixed", mesh=MeshConfig(data=devices))
+    with pytest.raises(UserError, match="not one row fits"):  # a mesh that is asked for stays
+        fit(fixed, limit(400))
 
 
 def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, monkeypatch, tmp_path):
-    compiled = compiling(monkeypatch, lambda size: 1.9 * size)
-    first = fit(asked, 0.006)
-    assert len(compiled) == 2
+    compiled = compiling(monkeypatch, lambda rows, *_: 800 + 100 * rows)
+    first, gib = fit(asked, limit(4200)), limit(4200)
     others = replace(asked, run_dir=str(tmp_path / "other"))
     for config in (asked, others):  # the run's own choice, and the cache's
         compiled.clear()
-        assert chosen(fit(config, 0.006)) == chosen(first) and len(compiled) == 1
+        assert chosen(fit(config, gib)) == chosen(first) and len(compiled) == 1
     for path in module.known().iterdir():
         path.write_text("damaged")
-    assert not Fitting(replace(asked, run_dir=str(tmp_path / "third")), 0.006).kept
-    assert Fitting(asked, 0.006).kept == chosen(first)
-    assert not Fitting(asked, 0.005).kept and not Fitting(with_options(asked, {"model.depth": 2}), 0.006).kept
+    assert not Fitting(replace(asked, run_dir=str(tmp_path / "third")), gib).kept
+    assert Fitting(asked, gib).kept == chosen(first)
+    assert not Fitting(asked, gib / 2).kept and not Fitting(with_options(asked, {"model.depth": 2}), gib).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
-    assert not Fitting(asked, 0.006).kept
+    assert not Fitting(asked, gib).kept
 
 
 @pytest.fixture
@@ -185,18 +182,16 @@ def fitted(run_dir: str) -> list[dict]:
 @pytest.mark.medium
 def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_result_stays(folder, monkeypatch, capfd):
     code, programs, said = train(monkeypatch, capfd, "ample")
-    assert code == Exit.COMPLETE and [program[:4] for program in programs] == [("16", "1", "none", "1")]
-    needed = float(programs[0][4]) / 0.9
-    code, programs, said = train(monkeypatch, capfd, "little", f"--memory={0.115 * needed}")
-    taken = fitted("little")[-1]
-    assert code == Exit.COMPLETE and taken["batch.rows_per_device"] == 1 and taken["model.remat"] != "none"
-    assert (*map(str, taken.values()), "fits") in [(*program[:4], program[6]) for program in programs]
-    assert f"--model.remat={taken['model.remat']}: one row should not fit without it; it saves" in said
+    assert code == Exit.COMPLETE and [program[0] for program in programs] == ["1", "16"]
+    one_row = float(programs[0][4]) / 0.9
+    code, programs, said = train(monkeypatch, capfd, "little", f"--memory={0.97 * one_row}")
+    assert code == Exit.COMPLETE and [program[1:4] for program in programs[:2]] == [LEVEL, SMALLER_LEVEL]
+    assert "--model.remat=block: one row does not fit without it" in said
     np.testing.assert_allclose(losses("little"), losses("ample"), rtol=2e-5)
-    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.08 * needed}")
+    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.3 * one_row}")
     assert code == Exit.MISTAKE and "not one row fits the device's memory" in said and "Traceback" not in said
     assert not (folder / "none").exists()
-    (gib,) = re.findall(r"would fit: --model.depth=\d+ or ([\d.]+) GiB", said)
+    (gib,) = re.findall(r"It would fit ([\d.]+) GiB", said)
     assert train(monkeypatch, capfd, "more", f"--memory={gib}")[0] == Exit.COMPLETE
 
 

@@ -9,10 +9,10 @@ from configs import plain
 from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
 from hosts.machines import name_of
 from model.gpt import parameter_counts
+from run.fitting import topology_of
 from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import Topology, devices_of, parse_topology
 from training.build import build
-from training.candidate import topology_of
 from training.mesh import axes_between
 
 

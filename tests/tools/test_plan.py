@@ -1,0 +1,91 @@
+"""Run tools.plan as a user does, and compare what it extrapolates with whole programs."""
+
+import sys
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from configs import plain
+from configs.command_line import Exit, exit_code_of
+from configs.schema import with_options
+from hosts.machines import HEADROOM, machines
+from tests.helpers import tiny_config
+from tools import plan
+from tools.programs.compiled import compile_step
+from tools.programs.topologies import devices_of
+from training.build import build
+from training.memory import program_bytes, stored_bytes
+
+V5E = "--topology=v5e:4x4"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--topology=v9:4x4"], "hosts/machines.toml does not describe v9; it has v4, v5e"),
+        (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips"),
+        ([], "--topology is missing"),
+        (["--config=none.py", V5E], "--config=none.py"),
+        (["--topology=h100:8", "--steps=0"], "--steps=0"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
+    given = [] if any(word.startswith("--config") for word in words) else ["--config=configs/plain.py"]
+    monkeypatch.setattr(sys, "argv", ["plan", *given, *words])
+    code = exit_code_of(plan.main, "")
+    out, problem = capsys.readouterr()
+    assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1 and not out
+
+
+def test_without_the_compiler_it_is_a_mistake(monkeypatch, capsys):
+    def missing(*_, **options):
+        raise RuntimeError("Unable to initialize backend: no libtpu")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/plain.py", V5E])
+    assert exit_code_of(plan.main, "") == Exit.MISTAKE
+    assert "no libtpu" in capsys.readouterr().err
+
+
+def test_stored_bytes_are_those_of_the_state_and_the_batch():
+    """Compare with the arrays that a device has, on a mesh of 2 x 2 x 2."""
+    built = build(with_options(tiny_config(), {"mesh.fsdp": 2, "mesh.tensor": 2}))
+    stored, state = stored_bytes(built), built.create_state()
+    size = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    assert (stored["parameters"], stored["moments"]) == (size(state.params), size(state.opt_state))
+    assert stored["gradients"] == sum(
+        leaf.size * 4 // 4 for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2
+    )  # fsdp and tensor divide every matrix of this network
+
+
+@pytest.mark.medium
+def test_a_small_plan_here_prints_its_products_and_options(monkeypatch, capsys):
+    """Take this machine's CPU devices for a node of eight GPUs."""
+    monkeypatch.setattr(plan, "devices_of", lambda _: jax.devices())
+    words = ["--config=configs/small.py", "--topology=h100:8", "--price=2", "--mfu=0.5", "--steps=1000"]
+    small = ["--model.depth=2", "--batch.sequence_length=64", "--batch.tokens_per_step=8192", "--eval.tokens=8192"]
+    monkeypatch.setattr(sys, "argv", ["plan", *words, *small, "--batch.rows_per_device=auto"])
+    assert exit_code_of(plan.main, "") == Exit.COMPLETE
+    out = capsys.readouterr().out
+    assert "8 x 1 x 1" in out and "2 x 4 x 1: --mesh.fsdp=4 --batch.rows_per_device=16" in out
+    assert "x 9.89e+14 FLOP/s x 50% MFU" in out and "device-hours x $2 = $" in out and "1,000 steps x" in out
+    monkeypatch.setattr(plan, "HEADROOM", 1e-6)
+    assert exit_code_of(plan.main, "") == Exit.FAILED
+    assert "nothing fits" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["h100:1", "v5e:4x4"])
+def test_a_line_through_small_programs_is_5_percent_off_at_most(topology):
+    """Compare the plan of plain depth 12 with its whole program: memory, and bytes over the axes."""
+    plugin = "jax_cuda13_plugin" if topology.startswith("h") else "libtpu"
+    if not find_spec(plugin):
+        pytest.skip(f"needs {plugin}")
+    devices = devices_of(topology)
+    limit = HEADROOM * machines()[topology.partition(":")[0]].for_programs
+    planned = plan.plan_mesh(plain.of_depth(12), devices, limit)
+    built = build(planned.config, devices)
+    needs = program_bytes(compile_step(built)) + stored_bytes(built)["held-out rows"]
+    assert planned.fits and sum(planned.parts.values()) == pytest.approx(needs, rel=0.05)

@@ -1,0 +1,210 @@
+"""Plan a run without its machine: which meshes and rows fit, what crosses the links, how long it takes.
+
+python -m tools.plan --config=FILE --topology=v5e:4x4
+
+Parameters, moments and gradients are counted from shapes. What a program adds (activations, temporaries) and what it
+sends come from small programs, compiled for the described devices: two depths and two numbers of rows, extrapolated
+linearly. They take minutes. Step time is FLOPs over the devices' peak times `--mfu`. Exit code 1 if nothing fits.
+docs/planning.md has measured cases.
+"""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from configs.command_line import Exit, exit_code_of, parse
+from configs.schema import Config, NotNegative, Share, UserError, with_options
+from configs.validation import require_steps, validate
+from hosts.machines import GIB, HEADROOM, Topology, machines, name_of
+from model.gpt import flops_per_token
+from tools.programs.topologies import devices_of, known_topology
+
+DEPTHS, ROWS = (4, 8), (2, 4)
+"""Blocks, and rows of a device, of the programs that are compiled."""
+MICRO_BATCHES = 2
+"""Of these programs: with one, the compiler would leave no loop."""
+FSDP = (1, 4, 16)
+"""Sizes of `fsdp` that are tried, besides the config's: up to half of a slice or node."""
+MFU_SOURCE = "measured on one H100 at depth 12: 49% plain, 38% with all options; nothing else was measured"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    topology: str = ""
+    """The machine: a TPU slice (`v5e:4x4`), GPUs of a node (`h200:8`), or several (`2x v5e:4x4`, `64x h200:8`)."""
+    price: NotNegative[float] = 0.0
+    """US dollars a device and hour."""
+    mfu: Share = 0.4
+    """Share of the devices' peak FLOP/s that the step is taken to reach."""
+
+
+class Plan(NamedTuple):
+    """What a mesh needs."""
+
+    config: Config
+    """With the most rows that fit, or one."""
+    mesh: tuple[int, ...]
+    """Sizes of data, fsdp and tensor."""
+    micro_batches: int
+    parts: dict[str, float]
+    """Bytes of a device, by part."""
+    crossed: dict[str, float]
+    """A device's payload in bytes a step, by the axes of the mesh that it crosses."""
+    fits: bool
+
+
+def meshes(config: Config, topology: Topology) -> list[Config]:
+    """Return the config on each sensible mesh, the config's own first. Raise UserError if its own does not divide."""
+    found = [config]
+    for fsdp in FSDP if config.mesh.data == -1 else ():
+        other = with_options(config, {"mesh.fsdp": fsdp})
+        inner = fsdp * config.mesh.tensor
+        if other not in found and (fsdp == 1 or topology.inside % (2 * inner) == 0):
+            try:
+                validate(other)
+            except UserError:  # it does not divide the network
+                continue
+            found.append(other)
+    return found
+
+
+def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
+    """Return the plan of one mesh: the most rows that fit `limit` bytes, or the least if none does."""
+    from tools.programs.compiled import collectives, compile_step
+    from training.build import build
+    from training.memory import line, program_bytes, row_counts, stored_bytes
+    from training.mesh import sizes_of
+
+    length, depth = config.batch.sequence_length, config.model.depth
+    whole = build(with_options(config, {"batch.rows_per_device": first_rows(config)}), devices)
+    stored, sizes = stored_bytes(whole), sizes_of(whole.mesh)
+    replicas = sizes["data"] * sizes["fsdp"]
+    counts = row_counts(whole) if config.batch.rows_per_device == "auto" else [config.batch.rows]
+    added: dict[int, dict[int, float]] = defaultdict(dict)
+    once: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    looped: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    names = ["data", "fsdp", "tensor"]
+    for of_depth in sorted({min(depth, n) for n in DEPTHS}):
+        for rows in ROWS:
+            small = {
+                "model.depth": of_depth,
+                "batch.rows_per_device": rows,
+                "batch.tokens_per_step": MICRO_BATCHES * rows * replicas * length,
+            }
+            built = build(with_options(config, small), devices)
+            print(f"compiling {of_depth} block(s), {rows} rows a device, mesh {sizes}", file=sys.stderr, flush=True)
+            program = compile_step(built)
+            parts = stored_bytes(built)
+            added[of_depth][rows] = program_bytes(program) - sum(parts.values()) + parts["held-out rows"]
+            for axis in names:
+                once[axis][of_depth][rows] = looped[axis][of_depth][rows] = 0.0
+            for crossing in collectives(program.as_text(), sizes):
+                of = looped if crossing.in_loop else once
+                share = crossing.times * crossing.bytes_each / len(crossing.axes)
+                for axis in crossing.axes:
+                    of[axis][of_depth][rows] += share / (MICRO_BATCHES if crossing.in_loop else 1)
+
+    def extrapolated(values: dict[int, dict[int, float]], rows: int) -> float:
+        return line({of_depth: line(of_rows, rows) for of_depth, of_rows in values.items()}, depth)
+
+    def needs(rows: int) -> float:
+        return sum(stored.values()) + extrapolated(added, rows)
+
+    rows = next((n for n in counts if needs(n) <= limit), counts[-1])
+    micro_batches = config.batch.tokens_per_step // (rows * replicas * length)
+    crossed = {
+        axis: extrapolated(once[axis], rows) + micro_batches * extrapolated(looped[axis], rows)
+        for axis in names
+        if sizes[axis] > 1
+    }
+    parts = {**stored, "activations": extrapolated(added, rows)}
+    chosen = with_options(config, {"batch.rows_per_device": rows})
+    return Plan(chosen, tuple(sizes.values()), micro_batches, parts, crossed, needs(rows) <= limit)
+
+
+def first_rows(config: Config) -> int:
+    """Return the rows of a device that the config gives, or one if it leaves them to train.py."""
+    return 1 if config.batch.rows_per_device == "auto" else config.batch.rows_per_device
+
+
+def table(plans: list[Plan]) -> str:
+    """Return a table of meshes: rows, micro-batches, GiB by part, and MB a step over each axis."""
+    names = list(plans[0].parts)
+    head = f"{'data x fsdp x tensor':22}{'rows':>5}{'K':>5}" + "".join(f"{name:>15}" for name in names)
+    lines = [f"{head}{'all, GiB':>10}  MB a step over"]
+    for plan in plans:
+        mesh = " x ".join(map(str, plan.mesh))
+        parts = "".join(f"{size / GIB:15.3f}" for size in plan.parts.values())
+        crossed = ", ".join(f"{axis} {size / 1e6:,.0f}" for axis, size in plan.crossed.items())
+        verdict = "" if plan.fits else "; does not fit"
+        rows = plan.config.batch.rows_per_device
+        whole = sum(plan.parts.values()) / GIB
+        lines.append(f"{mesh:22}{rows:5}{plan.micro_batches:5}{parts}{whole:10.2f}  {crossed or 'no axis'}{verdict}")
+    return "\n".join(lines)
+
+
+def time_and_cost(config: Config, topology: Topology, dtype: str, arguments: Arguments) -> str:
+    """Return the multiplications that give a step's seconds, the run's days and its cost."""
+    tokens, devices = config.batch.tokens_per_step, topology.devices
+    flops = tokens * flops_per_token(config.model, config.batch.sequence_length)
+    peak = machines()[topology.kind].peak(dtype)
+    seconds = flops / (devices * peak * arguments.mfu)
+    days = config.steps * seconds / 86400
+    lines = [
+        f"a step: {flops:.4g} FLOPs / ({devices} devices x {peak:.4g} FLOP/s x {arguments.mfu:.0%} MFU) = "
+        f"{seconds:.3g} s ({tokens / seconds:,.0f} tokens/s)",
+        f"MFU: {MFU_SOURCE}",
+        f"the run: {config.steps:,} steps x {seconds:.3g} s = {days:.3g} days, without evaluations and saves",
+    ]
+    if arguments.price:
+        hours = days * 24 * devices
+        lines.append(f"cost: {hours:,.1f} device-hours x ${arguments.price:g} = ${hours * arguments.price:,.2f}")
+    return "\n".join(lines)
+
+
+def changes(before: Config, plan: Plan) -> str:
+    """Return the options to type for a plan, besides those that were typed."""
+    from configs.schema import options
+
+    old, new = options(before), options(plan.config)
+    names = ("mesh.fsdp", "batch.rows_per_device", "model.loss_chunks", "model.remat")
+    return " ".join(f"--{name}={new[name]}" for name in names if new[name] != old[name]) or "as given"
+
+
+def plan(config: Config, arguments: Arguments) -> int:
+    """Print the plan. Raise UserError for a topology that does not exist, and for sizes that do not divide."""
+    if not arguments.topology:
+        raise UserError("--topology is missing: the machine to plan for, as --topology=v5e:16x16 or h200:8")
+    require_steps(config)
+    topology = known_topology(arguments.topology)
+    devices = devices_of(arguments.topology)
+    from training.memory import SMALLER
+    from training.state import compute_dtype
+
+    limit = HEADROOM * machines()[topology.kind].for_programs
+    plans = [plan_mesh(each, devices, limit) for each in meshes(config, topology)]
+    if not any(each.fits for each in plans):
+        smaller = with_options(config, SMALLER)
+        validate(smaller)
+        plans += [plan_mesh(each, devices, limit) for each in meshes(smaller, topology)]
+    print(f"{name_of(topology)}: {topology.devices} device(s); {limit / GIB:.3g} GiB of each may be taken")
+    print(table(plans))
+    for each in plans:
+        if each.fits:
+            print(f"{' x '.join(map(str, each.mesh))}: {changes(config, each)}")
+    print(time_and_cost(config, topology, compute_dtype(config.model, devices[0].platform).name, arguments))
+    if any(each.fits for each in plans):
+        return Exit.COMPLETE
+    print("nothing fits: take more devices, or a smaller network", file=sys.stderr)
+    return Exit.FAILED
+
+
+def main() -> int:
+    return plan(*parse(__doc__, Arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main, "interrupted: nothing was planned"))
