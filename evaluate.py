@@ -26,7 +26,7 @@ from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import measure_text, read_sources, results_of
 from hosts.runtime import cache_dir, check_hosts_agree, run_command, start_jax
-from interchange.init_from import OURS, architecture_of, is_network, network_config, tokenizer_in
+from interchange.init_from import is_network, network_config, tokenizer_in
 from run.record import at_hand
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.step import make_eval_step
@@ -42,8 +42,7 @@ class Arguments:
     step: Positive[int] | None = None
     """The step of the run's checkpoint; default: the newest."""
     from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
-    """Instead of a run: a folder from export.py, or a published nanochat in transformers' format. For `tasks` of
-    lm-evaluation-harness, any causal network that transformers loads."""
+    """Instead of a run: a folder from export.py, or a published nanochat in transformers' format."""
     out: FilePath = ""
     """Folder for the results of `source` or `tasks`. Default: the run's or the network's folder, on this machine."""
     tokens: Positive[int] | None = None
@@ -213,17 +212,16 @@ def evaluate_core(
 
 
 def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return figures of lm-evaluation-harness' tasks, also for any network that transformers loads."""
-    from evaluation.harness_tasks import evaluate_tasks, load_tasks
+    """Return figures of lm-evaluation-harness' tasks."""
+    from evaluation.harness import HarnessNetwork, evaluate_tasks, load_tasks
 
     loaded = load_tasks(arguments.tasks.split(","), arguments.task_files, arguments.unsafe_code)
-    is_ours = not is_network(folder) or architecture_of(folder) in OURS
-    network = open_network(folder, mesh, arguments.step) if is_ours else Path(folder)
-    out, items, prompt_tokens = Path(arguments.out or folder) / "harness", arguments.items, arguments.prompt_tokens
-    step = network.step_line if isinstance(network, Network) else {}
+    network = open_network(folder, mesh, arguments.step)
+    model = HarnessNetwork(network, network.scorer(arguments.prompt_tokens), arguments.chat)
+    out = Path(arguments.out or folder) / "harness"
     asking = {"apply_chat_template": arguments.chat, "system_instruction": arguments.system or None}
     asking |= {"confirm_run_unsafe_code": arguments.unsafe_code}
-    return {**step, "tasks": evaluate_tasks(network, loaded, items, prompt_tokens, out, asking)}
+    return network.step_line | evaluate_tasks(model, loaded, arguments.items, out, asking)
 
 
 if __name__ == "__main__":

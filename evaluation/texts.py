@@ -173,8 +173,7 @@ def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -
     results = {**step(ours), "skipped": sum(source.skipped for source in sources), **curves[ours.name]}
     first = jax.process_index() == 0
     if theirs:
-        same = all(ours.facts[name] == theirs.facts[name] for name in ("params_sha256", "tokenizer"))
-        comparison = compared(sources, ours.lines, theirs.lines, same)
+        comparison = compared(sources, ours.lines, theirs.lines)
         results["against"] = {"run_dir": theirs.given, **step(theirs), **comparison}
         if first:
             print(in_words(ours.name, theirs.name, comparison), file=sys.stderr)
@@ -186,11 +185,9 @@ def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -
 
 def in_words(name: str, other: str, comparison: dict[str, Any]) -> str:
     """Return a comparison as a sentence."""
-    difference, noise = comparison["difference"], comparison["noise"]
-    verdict = "within noise" if noise else f"{name if difference < 0 else other} is better"
-    verdict = "one document has no standard error" if noise is None else verdict
-    verdict = "rounding, since the parameters are the same" if comparison["same_parameters"] else verdict
-    return f"{name} minus {other}: {difference:+.4f} bits per byte, {verdict}"
+    interval = comparison["interval"]
+    reach = "one document has no interval" if interval is None else "95%: {:+.4f} to {:+.4f}".format(*interval)
+    return f"{name} minus {other}: {comparison['difference']:+.4f} bits per byte; {reach}"
 
 
 def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:
@@ -242,10 +239,9 @@ def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | N
     }
 
 
-def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool = False) -> dict[str, Any]:
-    """Return the `difference` in bits per byte, ours less theirs. It is paired by document, so a document that is hard
-    for both adds nothing to its standard error. `interval`: 95%, by Student's t. `noise`: the interval contains 0, or
-    both are the `same` network and differ by rounding only."""
+def compared(sources: Sequence[Source], ours: Lines, theirs: Lines) -> dict[str, Any]:
+    """Return the `difference` in bits per byte, ours less theirs, and its `interval` of 95% by Student's t; None for
+    one document. It is paired by document, so a document that is hard for both does not widen the interval."""
     from scipy.stats import t  # half a second to import
 
     other = {(line["source"], line["document"]): line["bits"] for line in theirs}
@@ -256,10 +252,7 @@ def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool =
         values.append(ratio(differences, [line["bytes"] for line in own]))
     together = _by_share(sources, values)
     difference, error = together["bits_per_byte"], together["stderr"]
-    result = {"difference": difference, "stderr": error, "interval": None, "noise": None}
-    if error is not None:
-        reach = float(t.ppf(0.975, min(len(source.documents) for source in sources) - 1)) * error
-        interval = [difference - reach, difference + reach]
-        result |= {"interval": interval, "noise": same or interval[0] <= 0 <= interval[1]}
-    by_source = {source.name: {"difference": value, "stderr": error} for source, (value, error) in zip(sources, values)}
-    return {"same_parameters": same, **result, "sources": by_source}
+    if error is None:
+        return {"difference": difference, "interval": None}
+    reach = float(t.ppf(0.975, min(len(source.documents) for source in sources) - 1)) * error
+    return {"difference": difference, "interval": [difference - reach, difference + reach]}

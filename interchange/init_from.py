@@ -57,8 +57,8 @@ def config_of(folder: str | Path) -> Config:
     path, theirs, kind = Path(folder) / "config.json", _read_json(folder), architecture_of(folder)
     if kind not in OURS:
         raise UserError(
-            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); it can be "
-            "measured with lm-evaluation-harness alone: --tasks=hellaswag,..."
+            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); "
+            f"lm-evaluation-harness measures it by itself: lm_eval --model hf --model_args pretrained={folder}"
         )
     try:
         length = theirs["max_position_embeddings"]

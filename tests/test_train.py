@@ -347,8 +347,7 @@ def test_without_the_harness_its_tasks_name_the_installation(folder, untouched, 
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.api.model", raising=False)
-    for name in ("evaluation.harness", "evaluation.harness_tasks"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "evaluation.harness", raising=False)
     assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=hellaswag") == 2
     assert "make setup EXTRA=harness" in capsys.readouterr().err
 

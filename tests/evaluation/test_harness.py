@@ -5,7 +5,6 @@ Needs `make setup EXTRA=harness`, and for the comparison `interop`.
 
 import json
 import os
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -14,12 +13,8 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
-import evaluate
 from configs.schema import UserError
-from data.tokenizer import BOS
-from evaluation.harness import HarnessNetwork
-from evaluation.harness_tasks import load_tasks, measure, points
-from evaluation.results import ItemLog
+from evaluation.harness import HarnessNetwork, evaluate_tasks, load_tasks
 from interchange.folders import write_hf
 from tests.evaluation.core_bundle import network, params, tokenizer
 from tests.evaluation.harness_tasks import make_tasks
@@ -46,16 +41,16 @@ def requests(loaded):
     return by_kind
 
 
-def answering(devices=1, longest=None, log=None, chat=False):
+def answering(devices=1, longest=None, chat=False):
     ours = network(devices, LENGTH, short_window=64)
-    return HarnessNetwork(ours, ours.scorer(longest), ItemLog() if log is None else log, chat)
+    return HarnessNetwork(ours, ours.scorer(longest), chat)
 
 
 @pytest.fixture(scope="module")
 def answered(requests):
-    """Return our answers to all requests, on one device, and the log."""
+    """Return our answers to all requests, on one device, and how many were cut."""
     ours = answering()
-    return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, ours.log
+    return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, ours.cut
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +67,7 @@ def hf(tmp_path_factory):
 
 def test_answers_equal_the_harness_own_model_s(requests, answered, hf):
     """Where it cuts a text into rows, the harness puts a BOS before it, so the tokenizer must not add one."""
-    answers, log = answered
+    answers, cut = answered
     theirs = hf()
     ours, others = answers["loglikelihood"], theirs.loglikelihood(requests["loglikelihood"])
     assert len(ours) == len(others) == 58
@@ -80,14 +75,21 @@ def test_answers_equal_the_harness_own_model_s(requests, answered, hf):
         assert own[0] == pytest.approx(other[0], abs=1e-4), request.args
         assert own[1] == other[1]
     assert {greedy for _, greedy in ours} == {True, False}
-    assert sum(line.get("cut", 0) > 0 for line in log) >= 4
+    assert cut >= 4
     texts = answers["generate_until"]
     assert texts == theirs.generate_until(requests["generate_until"]) and len(set(texts)) > 1
     kind = "loglikelihood_rolling"
     assert answers[kind] == pytest.approx(
         hf(add_bos_token=False).loglikelihood_rolling(requests[kind]), rel=1e-6, abs=1e-4
     )
-    assert max(line["tokens"] for line in log if "tokens" in line) > 2 * LENGTH
+
+
+def answers_of(model, tasks, asking) -> dict[str, list]:
+    """Return a model's answers to tasks, as the harness asks them."""
+    from lm_eval.evaluator import simple_evaluate
+
+    evaluated = simple_evaluate(model, tasks=[*tasks.values()], bootstrap_iters=0, **asking)
+    return {name: [answer[0] for sample in evaluated["samples"][name] for answer in sample["resps"]] for name in tasks}
 
 
 @pytest.mark.medium
@@ -108,13 +110,11 @@ def test_answers_in_conversations_equal_the_harness_own_model_s_with_the_templat
     for prefix in ("or", None):
         for task in tasks.values():
             task.config.gen_prefix = prefix
-        of = lambda model: measure(model, {"tasks": tasks, "groups": {}}, None, 1e-4, asking=asking)[1]
-        own, other = of(ours), of(theirs)
-        answers = lambda lines, name: [answer for line in lines[name] for answer in line["answers"]]
-        for (one, greedy), (two, too) in zip(*(answers(lines, "tiny_choices") for lines in (own, other)), strict=True):
+        own, other = (answers_of(model, tasks, asking) for model in (ours, theirs))
+        for (one, greedy), (two, too) in zip(own["tiny_choices"], other["tiny_choices"], strict=True):
             assert one == pytest.approx(two, abs=1e-4) and greedy == too
-        assert answers(own, "tiny_writing") == answers(other, "tiny_writing")
-        lengths |= {len(ids) for ids in tokenizer().encode(answers(own, "tiny_writing"))}
+        assert own["tiny_writing"] == other["tiny_writing"]
+        lengths |= {len(ids) for ids in tokenizer().encode(own["tiny_writing"])}
     assert min(lengths) < 10 < max(lengths)
     with pytest.raises(UserError, match="is no conversation: no message of a user"):
         ours.apply_chat_template([])
@@ -129,7 +129,8 @@ def test_a_task_that_runs_code_needs_its_switch(tmp_path, monkeypatch):
     only, ours = load_tasks(["tiny_writing"], str(tmp_path), unsafe_code=True), answering()
     assert os.environ.pop("HF_ALLOW_CODE_EVAL") == "1"
     ours.generate_until = lambda requests: ["x" for _ in requests]
-    assert measure(ours, only, None, 1e-4, asking={"confirm_run_unsafe_code": True})[0]["tiny_writing"]["items"] == 5
+    results = evaluate_tasks(ours, only, None, tmp_path / "out", {"confirm_run_unsafe_code": True})
+    assert "exact_match" in results["tasks"]["tiny_writing"]
 
 
 @pytest.mark.slow
@@ -140,20 +141,18 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
             assert one == other if kind == "generate_until" else one == pytest.approx(other, abs=1e-3)
 
 
-def test_figures_have_errors_ties_and_chance_and_resume_from_the_log(loaded, answered, monkeypatch):
+def test_figures_have_errors_and_a_line_for_each_item(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # as in a process other than the machine's first
-    ours = answering(log=answered[1])
-    ours.scorer = ours.network = None  # the log has every answer
-    results, lines = measure(ours, loaded, None, tie=1e-4)
-    choices = results["tiny_choices"]
-    assert choices["items"] == 10 and choices["baseline"] == 0.25 and choices["ties"] == 2 and choices["cut"] > 0
+    results = evaluate_tasks(answering(), loaded, None, tmp_path, {})
+    choices = results["tasks"]["tiny_choices"]
     assert choices["acc_stderr"] == pytest.approx((choices["acc"] * (1 - choices["acc"]) / 9) ** 0.5)
+    assert results["tasks"]["tiny_text"]["bits_per_byte"] > 0 and results["cut"] >= 4
+    (written,) = tmp_path.glob("*/*/tasks.json")
+    assert json.loads(written.read_text())["tasks"] == results["tasks"]
+    lines = {name: (written.parent / f"{name}.jsonl").read_text().splitlines() for name in NAMES}
     assert [len(lines[name]) for name in NAMES] == [10, 6, 6, 3, 5]
-    assert results["tiny_text"]["bits_per_byte"] > 0 and "baseline" not in results["tiny_endings"]
-    assert set(points(results)) == {"tiny_choices", "tiny_schema", "tiny_endings", "tiny_writing"}
-    without_shots = {"tasks": {"tiny_endings": loaded["tasks"]["tiny_endings"]}, "groups": {}}  # or others are drawn
-    one, another = (measure(ours, without_shots, 4, tie=1e-4)[1]["tiny_endings"] for _ in range(2))
-    assert one == another and len(one) == 4 and [line["item"] for line in one] != [0, 1, 2, 3]
+    correct = sum(json.loads(line)["acc"] for line in lines["tiny_choices"])
+    assert choices["acc"] == pytest.approx(correct / 10)
 
 
 def test_draws_depend_on_the_request_and_repeated_draws_differ(requests):
@@ -172,34 +171,3 @@ def test_a_text_without_room_and_unknown_options_are_refused(requests):
     request = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0, "top_p": 0.5}))
     with pytest.raises(UserError, match="top_p"):
         ours.generate_until([request])
-
-
-def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeypatch, capsys):
-    """Use a small, random GPT-2."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 256, "vocab_size": tokenizer().vocab_size}
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer().bos)
-
-    def save(seed: int) -> None:
-        torch.manual_seed(seed)  # the harness sets it, too
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).save_pretrained(tmp_path / "gpt2")
-
-    save(0)
-    spelled = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer().library, eos_token=BOS, pad_token=BOS)
-    spelled.save_pretrained(tmp_path / "gpt2")
-    (tmp_path / "tasks").mkdir()
-    options = ["--tasks=tiny_schema", f"--task_files={make_tasks(tmp_path / 'tasks')}", f"--out={tmp_path / 'out'}"]
-    monkeypatch.setattr(sys, "argv", ["evaluate", f"--from={tmp_path / 'gpt2'}", "--json", *options])
-    assert evaluate.main() == 0
-    (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
-    assert result["items"] == 6 and result["baseline"] == 0.5
-    (items,) = tmp_path.glob("out/harness/network/tiny_schema/tiny_schema.jsonl")
-    assert items.with_name("tasks.png").exists()
-    before = items.read_text()
-    save(1)
-    assert evaluate.main() == 0 and items.read_text() != before  # no answer is another network's
-    (tmp_path / "gpt2" / "harness").touch()
-    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
-    with pytest.raises(UserError, match=r"gpt2/harness/network/tiny_schema cannot be written .*give --out=FOLDER"):
-        evaluate.main()

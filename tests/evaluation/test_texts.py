@@ -99,17 +99,17 @@ def test_a_small_difference_shared_by_all_documents_is_significant():
     ours, theirs = hard - 5 + random.standard_normal(40), hard
     sources = [Source("a", 1.0, [Document(str(i), "x") for i in range(40)], 0)]
     result = compared(sources, lines_of(ours), lines_of(theirs))
-    assert result["difference"] == pytest.approx(-0.005, abs=5e-4) and not result["noise"]
+    assert result["difference"] == pytest.approx(-0.005, abs=5e-4)
     assert result["interval"][0] < -0.005 < result["interval"][1] < 0
-    assert result["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # without pairs the difference would be noise
-    assert in_words("ours", "theirs", result).endswith("ours is better")
+    width = result["interval"][1] - result["interval"][0]
+    assert width < ratio(hard.tolist(), [1000] * 40)[1] / 20  # without pairs the interval would contain 0
+    assert in_words("ours", "theirs", result).startswith("ours minus theirs: -0.0")
     random = np.random.default_rng(1)
-    noise = sum(
-        compared(sources, lines_of(hard + random.standard_normal(40)), lines_of(hard))["noise"] for _ in range(400)
-    )
-    assert noise == pytest.approx(380, abs=18)  # 95% +- four standard deviations
+    drawn = lambda: compared(sources, lines_of(hard + random.standard_normal(40)), lines_of(hard))["interval"]
+    contain_0 = sum(low <= 0 <= high for low, high in (drawn() for _ in range(400)))
+    assert contain_0 == pytest.approx(380, abs=18)  # 95% +- four standard deviations
     one = [Source("a", 1.0, [Document("0", "x")], 0)]
-    assert compared(one, lines_of(ours[:1]), lines_of(theirs[:1]))["noise"] is None
+    assert compared(one, lines_of(ours[:1]), lines_of(theirs[:1]))["interval"] is None
 
 
 def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
