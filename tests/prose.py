@@ -7,9 +7,7 @@ from pathlib import Path
 
 from tools.reference import repository_files
 
-UNCHECKED = re.compile(
-    r"CHANGELOG\.md|.*LICENSE|tests/.*(prose\.py|words\.txt)|.*\.(png|svg|jsonl?|gz)$"
-)
+UNCHECKED = re.compile(r"CHANGELOG\.md|.*LICENSE|tests/.*(prose\.py|words\.txt)|.*\.(png|svg|jsonl?|gz)$")
 MOST_WORDS = 40  # in a sentence of docs/ or README.md
 PLAINER = {
     "anew": "again",

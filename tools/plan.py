@@ -20,10 +20,13 @@ from hosts.machines import GIB, HEADROOM, Topology, machines, name_of
 from model.gpt import flops_per_token
 from tools.programs.topologies import devices_of, known_topology
 
-DEPTHS, ROWS = (4, 8), (2, 4)
-"""Blocks, and rows of a device, of the programs that are compiled."""
+DEPTHS = {True: (8, 10), False: (2, 4)}
+"""Blocks of the programs that are compiled for GPUs, and for TPUs. Below 8 blocks, a GPU's products of weight gradients
+wait for the end of the backward pass, which takes other memory."""
+ROWS = (4, 8)
+"""Rows of a device of these programs."""
 MICRO_BATCHES = 2
-"""Of these programs: with one, the compiler would leave no loop."""
+"""Micro-batches of these programs. With one, the compiler would leave no loop."""
 FSDP = (1, 4, 16)
 """Sizes of `fsdp` that are tried, besides the config's: up to half of a slice or node."""
 MFU_SOURCE = "measured on one H100 at depth 12: 49% plain, 38% with all options; nothing else was measured"
@@ -42,7 +45,7 @@ class Arguments:
 
 
 class Plan(NamedTuple):
-    """What a mesh needs."""
+    """A mesh, and what it needs."""
 
     config: Config
     """With the most rows that fit, or one."""
@@ -87,7 +90,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     once: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     looped: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     names = ["data", "fsdp", "tensor"]
-    for of_depth in sorted({min(depth, n) for n in DEPTHS}):
+    for of_depth in sorted({min(depth, n) for n in DEPTHS[devices[0].platform in ("gpu", "cuda")]}):
         for rows in ROWS:
             small = {
                 "model.depth": of_depth,

@@ -50,8 +50,8 @@ def row_counts(built: Build) -> list[int]:
     return [n for n in range(share, 0, -1) if share % n == 0]
 
 
-def line(points: Mapping[int, float], x: int) -> float:
+def line(points: Mapping[int, float | int], x: int) -> float:
     """Return the value at `x` of the line through the outermost of the points; of one point, its value."""
     low, high = min(points), max(points)
     slope = (points[high] - points[low]) / (high - low) if high > low else 0.0
-    return points[low] + slope * (x - low)
+    return float(points[low] + slope * (x - low))

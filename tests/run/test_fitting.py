@@ -97,7 +97,7 @@ def fit(asked, gib: float):
 
 
 def limit(kib: float) -> float:
-    """Return the GiB of a device of which so many KiB may be taken."""
+    """Return the GiB of a device of which this many KiB may be taken."""
     return kib / 0.9 / 2**20
 
 
@@ -107,7 +107,7 @@ AS_ASKED, SMALLER, SHARDED = (1, "none", 1), (8, "block", 1), (8, "block", 8)
 @pytest.mark.parametrize(
     ("needs", "kib", "tried"),
     [
-        (lambda rows, *_: 1000 + 100 * rows, 9000, [1, 32, 64]),  # 0.8 MiB are there without rows
+        (lambda rows, *_: 1000 + 100 * rows, 9000, [1, 16, 64]),  # 800 KiB are there without rows
         (lambda rows, *_: 800 + 100 * rows, 4200, [1, 32]),
         (lambda rows, *_: 800 + 100 * rows**1.2, 4200, [1, 32, 16]),
         (lambda rows, *_: 800 + 100 * rows if rows < 33 else None, 8000, [1, 64, 32]),  # refused without a number
