@@ -48,9 +48,4 @@ def derive(config: Config, given: set[str]) -> Config:
     config = with_options(of_depth(config.model.depth), values)
     if "steps" not in values and min(config.model.vocab_size, config.model.width, config.batch.tokens_per_step) > 0:
         config = replace(config, steps=steps_of(config))
-    model, batch = config.model, config.batch
-    print(
-        f"--model.depth={model.depth}: --model.width={model.width} --model.heads={model.heads} "
-        f"--batch.tokens_per_step={batch.tokens_per_step} --steps={config.steps}"
-    )
     return config
