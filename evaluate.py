@@ -161,6 +161,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(config.model, network.dtype, mesh)
     results = evaluate(eval_step, network.params, batches, text_bytes, watched)
+    assert results["val_loss"] is not None
     if not math.isfinite(results["val_loss"]):
         raise UserError(f"the network of {folder} is not usable: its validation loss is {results['val_loss']}")
     return network.step_line | results

@@ -100,10 +100,10 @@ class Fitting:
                 LOGGER.info(describe(built))
             steps, needs = self._compiled(built, times)
             tried.append((now, needs))
-            fits = needs <= self.limit and steps is not None
+            fits = steps is not None and needs <= self.limit
             verdict = "it fits" if fits else "it does not fit"
             LOGGER.info(f"{words(now)}: a device needs {needs / GIB:.3g} of {self.limit / GIB:.3g} GiB; {verdict}")
-            if fits:
+            if steps and fits:
                 best = built, steps
             if fits and now == kept:
                 break

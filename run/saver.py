@@ -234,7 +234,7 @@ class Saver(Checkpoints):
 
     def _put_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
         """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
-        folder is beside `checkpoints` itself, not beside a link to it: a rename does not cross disks."""
+        folder is next to `checkpoints` itself, not next to a link to it: a rename does not cross disks."""
         own = self.folder if self._in_bucket else epath.Path(Path(self.folder).resolve())
         target = own.parent / name
         target.mkdir(exist_ok=True)

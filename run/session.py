@@ -136,8 +136,8 @@ def go_back_to(step: int, config: Config, checkpoints: Saver) -> None:
         LOGGER.info(f"--resume_step={step}: the run went back there in an earlier start, and continues")
         return
     if step not in checkpoints.steps:
-        held = ", ".join(map(str, checkpoints.steps)) or "none"
-        raise UserError(f"--resume_step={step}: {config.run_dir} holds no such checkpoint; it holds: {held}")
+        there = ", ".join(map(str, checkpoints.steps)) or "none"
+        raise UserError(f"--resume_step={step}: {config.run_dir} has no such checkpoint; it has {there}")
     checkpoints.set_aside_after(step)
     on_first_process(lambda: events.add("went_back", **asked))
 
