@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -141,7 +141,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     given = load_tokenizer(settings.tokenizer) if settings.tokenizer and not record.exists() else None
     if given:  # an error here leaves no folder
         _ = given.bos
-        documents = (document for file in files for document in corpus.documents(file) if not document.problem)
+        tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
+        documents = (document for file in files for document in tried.documents(file) if not document.problem)
         texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
         if lost := given.text_lost(texts):
             raise UserError(f"--tokenizer={settings.tokenizer} loses text, so bits per byte would be wrong: {lost}")

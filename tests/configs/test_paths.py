@@ -25,7 +25,7 @@ COMMANDS = {
     "tools.dataset": ["x"],
     "tools.inspect": ["x"],
     "chat": [],
-    "data.prepare.chats": ["mmlu"],
+    "data.prepare.chats": ["mmlu", "--source=x"],
     "tools.doctor": [CONFIG],
     **{f"bench.{name}": [] for name in ("accelerator", "chaos", "compare", "exactness")},
 }

@@ -152,7 +152,7 @@ def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_
     monkeypatch.setattr("run.session.preflight", Mock(side_effect=UserError("the next check")))
     begins = {
         "run.session": (lambda: session.open_training(config), []),
-        "run.folder": (lambda: session.open_folder(Mock(config=config), text, False, Mock(), Mock()), [1]),
+        "run.folder": (lambda: session.open_folder(Mock(config=config), text, False, None, Mock(), Mock()), [1]),
     }
     for module, (begin, steps) in begins.items():
         answers = [HttpError({"code": 503, "message": "try again"}), steps]
