@@ -93,7 +93,7 @@ class Stop:
         if jax.process_count() == 1:
             return self.code is not None
         # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the run's
-        # first step, and after a rollback the run's own numbers come again.
+        # first step.
         self.steps += 1
         return multihost_utils.reached_preemption_sync_point(self.steps)
 
@@ -109,16 +109,10 @@ class Stop:
 class Watchdog:
     """End all processes with code 42, inside `with`, if a step takes far longer than others."""
 
-    def __init__(
-        self,
-        config: HangConfig,
-        bark: Callable[[str], Any] | None = None,
-        work: Callable[[int], int] = lambda step: step,
-    ):
-        """Call `bark(reason)` in the thread; by default it ends the processes. `work(step)` is the work of the first
-        `step` steps, if they differ in size."""
-        self.config, self.bark, self.work = config, bark or end_as_hung, work
-        self.each: deque[float] = deque(maxlen=64)  # seconds of a unit of work, each time that the devices were done
+    def __init__(self, config: HangConfig, bark: Callable[[str], Any] | None = None):
+        """Call `bark(reason)` in the thread; by default it ends the processes."""
+        self.config, self.bark = config, bark or end_as_hung
+        self.each: deque[float] = deque(maxlen=64)  # seconds of a step, each time that the devices were done
         self.given = self.done = -1
         self.since = time.monotonic()  # infinite during other work
         self.ended = threading.Event()
@@ -143,7 +137,7 @@ class Watchdog:
         if step > self.done:
             now = time.monotonic()
             if self.since < math.inf:
-                self.each.append((now - self.since) / (self.work(step) - self.work(self.done)))
+                self.each.append((now - self.since) / (step - self.done))
                 self.since = now
             self.done = step
 
@@ -162,8 +156,7 @@ class Watchdog:
         """Return the seconds that the dispatched steps, and one more, may take."""
         if not self.each:
             return FIRST * self.config.seconds
-        work = self.work(self.given + 1) - self.work(self.done)
-        return max(self.config.seconds, FACTOR * median(self.each) * work)
+        return max(self.config.seconds, FACTOR * median(self.each) * (self.given + 1 - self.done))
 
     def check(self) -> None:
         """Bark if they have taken longer. A store that does not answer delays every process, but is not a hang: the
@@ -172,8 +165,7 @@ class Watchdog:
             self.since = max(self.since, time.monotonic())
         passed, allowed = time.monotonic() - self.since, self.allowed
         if passed > allowed:
-            work = self.work(self.done + 1) - self.work(self.done)
-            usual = f"one takes {median(self.each) * work:.3g} s" if self.each else "none has come to its end yet"
+            usual = f"one takes {median(self.each):.3g} s" if self.each else "none has come to its end yet"
             self.bark(f"no step after {self.done} has ended for {passed:.0f} s (--hang.seconds; {usual})")
 
     def _watch(self) -> None:
