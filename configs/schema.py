@@ -352,7 +352,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DiagnosticsConfig:
-    """Measurements within a step (docs/diagnostics.md): the gradient noise scale, the agreement of micro-batches, and
+    """Measurements within a step (docs/tuning.md): the gradient noise scale, the agreement of micro-batches, and
     norms of gradients, parameters and updates."""
 
     every_steps: NotNegative[int] = 0
