@@ -53,8 +53,8 @@ def compile_step(built: Build) -> Any:
 
 def described_gpu_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:
     """Return the options of XLA without which JAX 0.11 and later compile no deterministic program for a GPU that is not
-    here: Triton's products need a configuration, which only a GPU can choose. cuBLAS's need none. So the program has other
-    products, and copies around them, than on a GPU."""
+    here: Triton's products need a configuration, which only a GPU can choose. cuBLAS's need none. So such a program has
+    other products, and copies around them, than on a GPU."""
     is_described = mesh.devices.flat[0].platform == "gpu" and jax.default_backend() != "gpu"
     return {"xla_gpu_enable_triton_gemm": False} if is_described and jax.__version_info__ >= (0, 11) else None
 
