@@ -114,13 +114,13 @@ def test_the_image_installs_from_wheels_without_an_index_and_trains(tmp_path):
 
     def run(line: str, folder: Path = tmp_path / "code", **environment: str):
         path = {"PATH": f"{tmp_path}/venv/bin{os.pathsep}{os.environ['PATH']}", "EXTRA": "gcs"}
-        line = line.replace("/tokensum", f"{tmp_path}/code").replace("/wheels", f"{tmp_path}/wheels")
         subprocess.run(["bash", "-ec", line], cwd=folder, env=os.environ | path | environment, check=True)
 
     make = subprocess.run(["make", "-n", "image", "EXTRA=gcs"], cwd=ROOT, capture_output=True, text=True, check=True)
-    run(*re.findall("pip download .*", make.stdout))
+    here = lambda text: text.replace("/tokensum", f"{tmp_path}/code").replace("/wheels", f"{tmp_path}/wheels")
+    run(*map(here, re.findall("pip download .*", make.stdout)))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_NO_COMPILE": "1"}
-    run(*re.findall("pip install .*", (LAUNCH / "Dockerfile").read_text()), **offline)
+    run(*map(here, re.findall("pip install .*", (LAUNCH / "Dockerfile").read_text())), **offline)
     words = f"--run_dir={tmp_path}/run --data.source={ROOT}/tests --steps=10 {TINY}"
     run(f"python train.py --config=configs/small.py {words}", ROOT, TOKENSUM_CACHE=str(tmp_path / "cache"))
     assert (tmp_path / "run" / "summary.json").exists()
