@@ -231,6 +231,7 @@ def evaluate_tasks(
     )
     figures = {name: figures_of(result) for name, result in evaluated["results"].items()}
     results = {"cut": model.cut, "tasks": figures}
+    facts = model.scorer.facts | model.network.facts  # gathers the parameters from all processes
     if jax.process_index() == 0:
         name = "+".join(sorted(tasks))[:100] + (f"_items_{items}" if items else "") + "_chat" * model.chat
         folder = out / model.network.label / name
@@ -240,7 +241,7 @@ def evaluate_tasks(
             raise UserError(f"{folder} cannot be written ({error.strerror}); give --out=FOLDER") from error
         for task in tasks:
             write_whole(folder / f"{task}.jsonl", to_lines(list(lines_of(evaluated["samples"][task]))))
-        write_json(folder / "tasks.json", model.scorer.facts | model.network.facts | results)
+        write_json(folder / "tasks.json", facts | results)
     return results
 
 
