@@ -15,10 +15,10 @@ from configs.schema import Config, Role, hints
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
     "lines outside tests": 20_500,
-    "lines of tests": 15_500,
+    "lines of tests": 17_000,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 68,
+    "modules that train.py needs": 66,
     "lines that train.py needs": 12_140,
     "options on the command line": 95,
 }
