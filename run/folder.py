@@ -151,8 +151,8 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         copied = elsewhere != "" and (place(elsewhere) / record.name).exists()
     if not (record.exists() or copied) and (saved := _saved_facts(config)):
         lock.take()
-        known = saved.get("run_id", "")
-        write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [], known)
+        first = config_from_json(json.dumps(saved["config"]))
+        write_record(record, first, saved["dataset"], [], saved.get("run_id", ""))
         LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
         # A start that ended while it claimed the folder may leave these, and a preflight its file.
@@ -182,7 +182,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             Record(folder, elsewhere).fetch()
     if not has_steps:  # a start without a step does not bind later ones
         lock.claimed = True
-        write_record(record, config, fingerprint, [])
+        write_record(record, config, fingerprint, [], uuid4().hex)
         return Past([], [], 0, 0, "")
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
@@ -241,7 +241,8 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, toke
     folder = Path(config.run_dir)
     record = folder / "config.json"
     recorded, _ = read_record(record)
-    write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
+    all_changes = recorded["changes"] + ([changes] if changes else [])
+    write_record(record, config, fingerprint, all_changes, recorded.get("run_id", ""))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     size = config.batch.tokens_per_step
@@ -279,12 +280,10 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
 
 
 def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]], run_id: str = "") -> None:
-    """Write a run's config.json: its identity, by default a new one or the one there, the options, versions and
-    devices."""
+    """Write a run's config.json: its identity, options, versions and devices."""
     devices = jax.devices()
-    known = json.loads(record.read_text()).get("run_id", "") if record.exists() else uuid4().hex
     facts = {
-        "run_id": run_id or known,
+        "run_id": run_id,
         # With absolute paths: other commands find the text from any working folder.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,

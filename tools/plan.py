@@ -90,7 +90,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     once: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     looped: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     names = ["data", "fsdp", "tensor"]
-    for of_depth in sorted({min(depth, n) for n in DEPTHS[devices[0].platform in ("gpu", "cuda")]}):
+    for of_depth in sorted({min(depth, n) for n in DEPTHS[devices[0].platform == "gpu"]}):
         for rows in ROWS:
             small = {
                 "model.depth": of_depth,
