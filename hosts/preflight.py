@@ -81,8 +81,7 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 def needs(config: Config) -> list[str]:
     """Return the problems of this host: disk space, a shared folder to write to. Every process must call it."""
-    first, run_dir = jax.process_index() == 0, epath.Path(config.run_dir)
-    shared = epath.Path(config.checkpoint.folder or config.run_dir)
+    first, shared = jax.process_index() == 0, epath.Path(config.run_dir)
     problems, probes = [], []
 
     def write(folder: epath.Path) -> None:
@@ -103,15 +102,15 @@ def needs(config: Config) -> list[str]:
             else:
                 problems.append(
                     f"does not see what process 0 wrote to {shared}: all hosts must share it; or give "
-                    "--checkpoint.folder=gs://BUCKET/FOLDER"
+                    "--run_dir=gs://BUCKET/RUN"
                 )
         except StorageLost:
             raise
         except Exception as error:  # of the disk or the store
             problems.append(f"cannot write to {folder}: {first_line(error)}{role(error)}")
 
-    for folder in dict.fromkeys([shared, run_dir]) if first else ():
-        write(folder)
+    if first:
+        write(shared)
     exchange("the preflight's first file", "")
     if not first:
         write(shared)

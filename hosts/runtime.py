@@ -44,6 +44,14 @@ class NoCheckpoint(Exception):
     """Raised if a run has checkpoints, and none can be read."""
 
 
+class TrainingAborted(Exception):
+    """Raised if another step makes no sense, for this reason: exit code 1."""
+
+
+class StartAgain(Exception):
+    """Raised if another start continues the run, for this reason: exit code 42."""
+
+
 class Damaged(ValueError):
     """Raised if a saved file is missing, or its content differs."""
 
@@ -72,7 +80,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         print("interrupted outside training; earlier checkpoints are intact", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
-    except StorageLost as error:
+    except TrainingAborted as error:
+        print(f"error: {error}", file=sys.stderr)
+        code, ended = Exit.FAILED, error
+    except (StorageLost, StartAgain) as error:
         print(f"error: {error}; start all again", file=sys.stderr)
         code, ended = Exit.PEER_LOST, error
     except PeerLost as error:
@@ -215,7 +226,7 @@ def check_hosts_agree(about: str, value: str) -> None:
         )
 
 
-def highest(value: int) -> int:
+def max_over_processes(value: int) -> int:
     """Return the highest of the processes' values, through JAX's service. If one process does not ask, no
     computation of the others' devices waits for it. Every process must call it."""
     return max(map(int, exchange("a decision", str(int(value)))))

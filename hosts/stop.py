@@ -25,7 +25,7 @@ from configs.schema import HangConfig
 from data.store import OUTAGE
 from hosts import peers
 from hosts.peers import end_all
-from hosts.runtime import highest
+from hosts.runtime import max_over_processes
 
 AWAY = 10  # seconds without an answer from a store: more than single errors cost
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
@@ -43,8 +43,8 @@ class Stop:
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = False
-        self.steps = 0
-        """Steps after which this process, one of several, has asked."""
+        self.asked, self.has_agreed = 0, False
+        """How often this process, one of several, has asked, and the answer."""
 
     def __enter__(self) -> "Stop":
         # With several processes JAX's preemption service starts later, takes SIGTERM over, and informs the others.
@@ -88,18 +88,20 @@ class Stop:
         yield
         self.training = True
 
-    def after(self, step: int) -> bool:
-        """Return whether the run is to stop after this step. Every process must ask after every step."""
+    def agreed(self) -> bool:
+        """Return whether the run is to stop now, for all processes alike. Every process must ask equally often."""
         if jax.process_count() == 1:
             return self.code is not None
-        # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the run's
-        # first step.
-        self.steps += 1
-        return multihost_utils.reached_preemption_sync_point(self.steps)
+        if not self.has_agreed:
+            # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the
+            # run's first step.
+            self.asked += 1
+            self.has_agreed = multihost_utils.reached_preemption_sync_point(self.asked)
+        return self.has_agreed
 
     def agreed_code(self) -> Exit:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""
-        return Exit.INTERRUPTED if highest(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
+        return Exit.INTERRUPTED if max_over_processes(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():

@@ -55,7 +55,7 @@ def test_the_code_s_hash_covers_what_a_run_may_import(tmp_path):
         (tmp_path / path).write_text("code")
         return code_digest(tmp_path) != before
 
-    assert change("train.py") and change("model/gpt.py") and change("run/hooks/log.py")
+    assert change("train.py") and change("model/gpt.py") and change("run/log.py")
     assert not change("runs/x/metrics.jsonl") and not change("tools/plan.py")
 
 
@@ -161,7 +161,7 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, second, 
 TRAIN = """
 import jax
 import train
-from run import session
+from run import start
 from hosts.runtime import run_command
 
 compiled = []
@@ -175,7 +175,7 @@ def report(*_):
     raise SystemExit(0)
 
 
-session.preflight = report
+start.preflight = report
 run_command(train.main)
 """
 
