@@ -35,7 +35,7 @@ from hosts.machines import (
 from hosts.runtime import StartAgain, max_over_processes, on_first_process
 from run.clock import Times
 from run.programs import TrainSteps, compile_train_steps, describe
-from run.record import Events
+from run.record import Events, upload
 from training.build import Build, build
 from training.memory import SMALLER, line, program_bytes, row_counts, stored_bytes
 from training.mesh import islands
@@ -157,6 +157,7 @@ class Fitting:
             if jax.process_index() == 0:  # alone: the others may not have run out
                 Events(config.run_dir).add("out_of_memory", 0, rows_per_device=rows)
                 Events(config.run_dir).add("fitted", 0, key=self.key, options=choice)
+                upload(config.run_dir)
             raise StartAgain(f"out of memory: --batch.rows_per_device={rows} from here on") from error
 
     def _compiled(self, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
