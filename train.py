@@ -98,7 +98,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every so many steps (0: never) happens after `step`."""
+    """Return whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0
 
 

@@ -33,7 +33,7 @@ LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS s
 
 
 class RunLock:
-    """The lock of the process that writes to a run's folder, held inside `with`. The system releases it when the
+    """The lock of the process that writes to a run's folder, which it has inside `with`. The system releases it when the
     process ends, however. A run in a bucket has none. Every process enters; the first one takes the lock."""
 
     def __init__(self, run_dir: str | Path):

@@ -184,7 +184,7 @@ def upload(run_dir: str | Path) -> None:
 @cache
 def fetch_locally(folder: str | Path) -> Path:
     """Return a folder on this machine with a run's record, or with a network that export.py wrote; for one in a bucket,
-    a copy as it is now. Checkpoints stay in the bucket. Raise UserError if nothing is there."""
+    a copy of now. Checkpoints stay in the bucket. Raise UserError if nothing is there."""
     local, source = local_path(folder), storage_path(folder)
     if not in_bucket(folder):
         return local
