@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, models
 
 import data.dataset_folder
 import data.prepare.preparation
-import data.prepare.shard_layout
 from configs.retry import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
@@ -75,15 +74,10 @@ def texts_of(path: Path) -> list[str]:
 
 
 def test_a_column_without_text_is_refused_and_those_with_text_are_named(tmp_path):
-    for kind, column in {
-        "list": pa.array([["a"], ["b"]]),
-        "double": pa.array([1.5, None]),
-        "struct": pa.array([{"a": "x"}, {"a": "y"}]),
-        "null": pa.nulls(2),
-    }.items():
-        for other, advice in (({}, "nor else"), ({"body": pa.array(["a", "b"])}, "give.*one of: body$")):
+    for column in (pa.array([["a"], ["b"]]), pa.array([1.5, None]), pa.array([{"a": "x"}] * 2), pa.nulls(2)):
+        for other, advice in (({}, "nor another"), ({"body": pa.array(["a", "b"])}, "give.*one of: body$")):
             path = write_table(tmp_path / "x.parquet", text=column, **other)
-            with pytest.raises(UserError, match=rf"x\.parquet has {kind}.* in its column 'text', not text; {advice}"):
+            with pytest.raises(UserError, match=rf"x\.parquet has no column 'text' with text; {advice}"):
                 texts_of(path)
 
 
@@ -134,17 +128,11 @@ def test_a_damaged_table_is_refused_and_named(tmp_path, content, message):
         texts_of(tmp_path / "x.parquet")
 
 
-def test_the_first_of_columns_with_one_name_is_read(tmp_path):
-    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
-    pq.write_table(table, tmp_path / "x.parquet")
-    assert texts_of(tmp_path / "x.parquet") == ["one"]
-
-
 def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(TABLE)
     batches = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda table, *a, **k: list(batches(table, *a, **k))[:-1])
-    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, but its metadata has 200"):
+    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, but its metadata has 50"):
         texts_of(tmp_path / "x.parquet")
 
 
@@ -255,20 +243,6 @@ def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path,
     for name, says in (("busy", "is being prepared by another process"), ("lustre", "is on a disk without locks")):
         prepare(preparation(prepared), tmp_path / name)
         assert f"{tmp_path / name} {says}" in capfd.readouterr().err
-
-
-def test_what_killed_processes_left_is_removed(prepared, tmp_path, monkeypatch):
-    parts = tmp_path / "out" / "parts"
-    with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(data.prepare.preparation, "make_shards", no_room)
-        prepare(preparation(prepared), tmp_path / "out")
-    whole, partial = parts / ("0" * 32), parts / f"{'0' * 32}.{'1' * 32}"
-    for folder in (whole, partial):
-        folder.mkdir(parents=True)
-    with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(data.prepare.shard_layout, "_work", no_room)
-        prepare(preparation(prepared), tmp_path / "out")
-    assert [*parts.iterdir()] == [whole]
 
 
 def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):

@@ -119,7 +119,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_number_of_files(settings, monkeypat
     corpus = find_corpus(settings.source)
     names = []
     monkeypatch.setattr(type(corpus), "documents", lambda _, file: names.append(file.name) or iter(()))
-    assert not list(selection.sample(corpus, corpus.files, 10, 0.5, None))
+    assert not list(selection.sample(corpus, corpus.files, 10, 0.5))
     assert names == [corpus.files[i].name for i in (0, 7, 14)]
 
 
@@ -245,7 +245,7 @@ def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_ch
     with pytest.raises(UserError, match="is not empty and has no dataset"):
         prepare(settings, Path(settings.source))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be written"):
         prepare(settings, tmp_path / "file" / "out")
 
 
@@ -284,42 +284,31 @@ def made_tokenizer(folder: Path) -> Path:
 
 @pytest.fixture
 def splits(tmp_path) -> Preparation:
-    """Write two published splits and evaluations. The second split repeats a text of the first."""
+    """Write two published splits. The second repeats two texts of the first."""
     texts = [f"text {i} of some words, " + " ".join(str(i * j) for j in range(20)) for i in range(30)]
     splits = {"train-00000.jsonl": texts[:20], "validation-00000.jsonl": texts[18:25]}
     write = lambda some: jsonl(*({"text": text} for text in some))
     source = write_files(tmp_path / "text", {name: write(some) for name, some in splits.items()})
     train_tokenizer(texts, 280).save(tmp_path / "tok")
-    question = {"query": "How? " + texts[3][5:60].upper(), "choices": ["short", {"more": f"and then {texts[4]}!"}]}
-    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
     return Preparation(source=source, tokenizer=str(tmp_path / "tok"), val_fraction=0.3)
 
 
-def test_a_validation_split_is_held_out_and_its_texts_excluded_from_training(splits, tmp_path, capfd):
+def test_a_validation_split_is_held_out_and_keeps_the_texts_that_training_repeats(splits, tmp_path, capfd):
+    prepare(splits, tmp_path / "all")
+    assert [facts_of(tmp_path / "all")[part]["documents"] for part in ("train", "val")] == [20, 7]
     out = tmp_path / "out"
-    prepare(splits, out)
+    prepare(replace(splits, deduplicate=True), out)
     parts = [documents(out, part) for part in ("train", "val")]
     assert len(parts[0]) == 18 and len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
-    assert facts_of(out)["skipped"] == {"the text of a held-out document": 2}
+    assert facts_of(out)["skipped"] == {"a duplicate": 2}
     log = capfd.readouterr().err
-    assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 the text of a held-out document" in log
+    assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 a duplicate" in log
     assert open_dataset(str(out), DataConfig(), 280, tmp_path).held_out == "files of their own"
-
-
-def test_val_source_is_held_out(splits, tmp_path):
-    folder = Path(splits.source)
-    (folder / "validation-00000.jsonl").rename(folder / "more.jsonl")
-    prepare(replace(splits, val_source=f"{folder}/more.jsonl"), tmp_path / "out")
-    assert len(documents(tmp_path / "out", "train")) == 18 and len(documents(tmp_path / "out", "val")) == 7
-    with pytest.raises(UserError, match=r"val_source: .*more\.jsonl -> "):
-        prepare(splits, tmp_path / "out")
 
 
 def test_a_test_split_is_refused_unless_it_is_the_only_text(splits, tmp_path):
     Path(splits.source, "test-00000.jsonl").write_bytes(Path(splits.source, "validation-00000.jsonl").read_bytes())
-    with pytest.raises(
-        UserError, match=r"1 file\(s\) of a test split, test-00000\.jsonl the first: .*glob.*--val_source"
-    ):
+    with pytest.raises(UserError, match=r"1 file\(s\) of a test split, test-00000\.jsonl the first: .*glob"):
         prepare(splits, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     prepare(replace(splits, source=f"{splits.source}/test*"), tmp_path / "out")
