@@ -49,11 +49,14 @@ class Recipe:
 
     folder: Path
     """The dataset's, with its tokenizer."""
+    parts: Path
+    """An empty folder for what tasks make."""
     sha256: str
     """The tokenizer's fingerprint."""
     threshold: float
     """Documents whose text's hash is below this are held out, as are those of held-out files."""
     shard_tokens: int
+    deduplicate: bool
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
         sha256 = load_tokenizer(out / "tokenizer").sha256
         if sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not the first shards'; delete {out}")
-        recipe = Recipe(out, sha256, facts["val_threshold"], settings.shard_tokens)
-        make_shards(recipe, corpus, files, facts, parts, settings.deduplicate, workers)
+        recipe = Recipe(out, parts, sha256, facts["val_threshold"], settings.shard_tokens, settings.deduplicate)
+        make_shards(recipe, corpus, files, facts, workers)
         _complete(corpus, out, facts)
 
 

@@ -32,34 +32,25 @@ def write_record(folder: Path, facts: dict) -> None:
     write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
 
 
-def make_shards(
-    recipe: Recipe,
-    corpus: Corpus,
-    files: list[SourceFile],
-    facts: dict,
-    parts: Path,
-    deduplicate: bool,
-    workers: int,
-) -> None:
-    """Make the missing shards of a dataset with `workers` processes, each task's in the empty folder `parts` first.
-    `facts` is the record: shards are added to it in order. Raise the first failure, in the source's order, when
-    everything before it is complete."""
+def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:
+    """Make the missing shards of a dataset with `workers` processes. `facts` is the record: shards are added to it in
+    order. Raise the first failure, in the source's order, when everything before it is complete."""
     shards = facts["shards"]
     while shards and "until" not in shards[-1]:
         shards.pop()  # from a task that lost a shard
     start = tuple(shards[-1]["until"]) if shards else (0, 0)
-    if deduplicate:  # a shard depends on the documents of all tasks
-        tasks = _with_duplicates(make_tasks(recipe, corpus, files), parts, workers)[start[0] :]
+    if recipe.deduplicate:  # a shard depends on the documents of all tasks
+        tasks = _with_duplicates(make_tasks(recipe, corpus, files), workers)[start[0] :]
     else:
         tasks = make_tasks(recipe, corpus, files, start)
-    _work(encode_texts, tasks, parts, workers, lambda made: _take(made, recipe.folder, facts))
+    _work(encode_texts, tasks, workers, lambda made: _take(made, recipe.folder, facts))
 
 
-def _with_duplicates(tasks: list[Task], parts: Path, workers: int) -> list[Task]:
+def _with_duplicates(tasks: list[Task], workers: int) -> list[Task]:
     """Return the tasks, each with the duplicates among its documents. A task ends at its number, not at a file."""
     hashes: list[np.ndarray] = []
     read = lambda made: hashes.append(np.fromfile(made, np.uint64).reshape(-1, HASH_BYTES // 8))
-    _work(hash_texts, tasks, parts, workers, read)
+    _work(hash_texts, tasks, workers, read)
     ends = np.cumsum([len(one) for one in hashes])
     again = np.split(find_duplicates(np.concatenate(hashes)), ends[:-1])
     return [replace(task, end=(i, 0), duplicates=one) for i, (task, one) in enumerate(zip(tasks, again), 1)]
@@ -92,11 +83,11 @@ def _take(made: Path, folder: Path, facts: dict) -> None:
 
 
 def _work(
-    make: Callable[[Task, Path], None], tasks: Sequence[Task], parts: Path, workers: int, take: Callable[[Path], None]
+    make: Callable[[Task, Path], None], tasks: Sequence[Task], workers: int, take: Callable[[Path], None]
 ) -> None:
     """Call `make` for each task in up to `workers` processes, or in this one, and take what it makes in order. Raise
     the first failure, once the outputs before it are taken."""
-    paths = [parts / f"{make.__name__}-{number}" for number in range(len(tasks))]
+    paths = [task.recipe.parts / f"{make.__name__}-{number}" for number, task in enumerate(tasks)]
     bar = progress(total=sum(task.size for task in tasks), unit="B", unit_scale=True, desc="preparing")
     with bar, _processes(min(workers, len(tasks))) as run:
         for task, path, _ in zip(tasks, paths, run(make, tasks, paths)):

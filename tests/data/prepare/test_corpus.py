@@ -164,13 +164,6 @@ def test_the_first_document_that_cannot_be_read_stops_or_all_are_skipped_each_wi
     assert list(texts(find_corpus(f"{tmp_path}/f")).values()) == ["fine"]
 
 
-def test_a_file_that_vanished_since_it_was_listed_is_named(tmp_path):
-    corpus = find_corpus(write_files(tmp_path, {"x.txt": "text"}))
-    (tmp_path / "x.txt").unlink()
-    with pytest.raises(UserError, match=r"x\.txt: cannot be read"):
-        texts(corpus)
-
-
 @pytest.mark.parametrize(
     ("compression", "pack"),
     [(".gz", gzip.compress), (".zst", zstd)],
