@@ -184,6 +184,15 @@ def test_a_source_without_text_is_refused_and_named(tmp_path, monkeypatch, sourc
         find_corpus(source or str(tmp_path))
 
 
+def test_a_file_that_cannot_be_read_stops_or_is_reported(tmp_path, capfd):
+    write_files(tmp_path, {"a.txt": "one"})
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"b\.txt cannot be read: .*--on_error=skip"):
+        find_corpus(str(tmp_path))
+    assert names(find_corpus(str(tmp_path), on_error="skip")) == ["a.txt"]
+    assert "b.txt cannot be read" in capfd.readouterr().err
+
+
 def test_the_version_changes_with_the_files(tmp_path):
     source = write_files(tmp_path, {"a.txt": "one", "b.txt": "two"})
     versions = [find_corpus(source).version, find_corpus(source).version]

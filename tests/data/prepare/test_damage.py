@@ -234,13 +234,12 @@ def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
 
 
 def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path):
-    for name, values in {
-        "vocab_size": [0, -5, 257, 2**22 + 1, 10**30],
-        "sample_bytes": [0, -1],
-        "shard_tokens": [0, 2**31],
-        "val_fraction": [0.0, float("nan"), float("inf")],
-    }.items():
-        for value in values:
-            with pytest.raises(UserError, match=f"--{name}={value} cannot work: "):
-                prepare(replace(preparation(prepared), **{name: value}), tmp_path / "out")
+    for name, value in (
+        ("vocab_size", 257),
+        ("sample_bytes", 0),
+        ("shard_tokens", 2**31),
+        ("val_fraction", float("nan")),
+    ):
+        with pytest.raises(UserError, match=f"--{name}={value} cannot work: "):
+            prepare(replace(preparation(prepared), **{name: value}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

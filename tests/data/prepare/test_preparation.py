@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,6 +211,14 @@ def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_ch
     ):
         with pytest.raises(UserError, match=says):
             prepare(replace(settings, **change), tmp_path / "out")
+    facts = facts_of(tmp_path / "out")
+    for name, value in (("separator", ""), ("separator", "<|endoftext|>")):  # an option of earlier versions
+        facts["made_from"][name] = value
+        (tmp_path / "out" / "dataset.json").write_text(json.dumps(facts))
+        with pytest.raises(UserError, match=r"\(separator: <") if value else nullcontext():
+            prepare(settings, tmp_path / "out")
+    del facts["made_from"]["separator"]
+    (tmp_path / "out" / "dataset.json").write_text(json.dumps(facts, indent=1))
     Path(settings.source, "3.txt").write_text("changed")
     with pytest.raises(UserError, match=r"version: .*changes with the source's files"):
         prepare(settings, tmp_path / "out")
