@@ -9,24 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow
-from fsspec.spec import AbstractBufferedFile
 
 from configs.retry import StorageLost, passes, patiently
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_stdlib import conversations_of
-from data.prepare.source_files import (
-    LINE_SUFFIXES,
-    TABLE_SUFFIXES,
-    SourceFile,
-    chunks,
-    lines,
-    rows,
-    separated,
-)
-from data.store import read_range
+from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, chunks, lines, rows
 
-BUFFER_BYTES = 2**22  # of a request to a server
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 UNREADABLE = (OSError, EOFError, pyarrow.ArrowException)  # errors of a damaged file
 
@@ -51,14 +40,10 @@ class Corpus:
     """The hub's revision, or a digest of names, sizes and times of change. It changes with any file."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
-    separator: str = ""
-    """The separator of documents in a text."""
     left_out: str = ""
     """Files of other kinds, by extension."""
     conversations: bool = False
     """True if the documents are conversations: their texts are from `document_of`."""
-    unread: tuple[str, ...] = ()
-    """For each file or folder that cannot be read, the reason."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """Yield the file's documents, one by one. An empty or unreadable one raises UserError, or, with
@@ -71,16 +56,15 @@ class Corpus:
         """Yield the number, text and problem of each document in a span of the file. An empty line has neither. Raise
         as `documents` does."""
         try:
-            for number, content in self.contents(file, start, stop):
-                if not content and self.is_lines(file):
+            for number, content in self._contents(file, start, stop):
+                if not content and file.ends_with(*LINE_SUFFIXES):
                     yield number, "", ""
                     continue
-                text, problem = _text_of(file, content, self.text_column, self.conversations)
+                text, problem = self._text_of(file, content)
                 if problem and self.on_error == "stop":
-                    first = self.numbers_before(file, start)
+                    name = self.name(file, self.numbers_before(file, start) + number)
                     raise UserError(
-                        f"{self.source}: {self.name(file, first + number)}: {problem}; correct it, or count and skip "
-                        "such: --on_error=skip"
+                        f"{self.source}: {name}: {problem}; correct it, or count and skip such: --on_error=skip"
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
@@ -96,31 +80,22 @@ class Corpus:
         """Return the name of the document of this number, from 1, of a file."""
         if self._is_code(file):
             return f"{file.name} conversation {number}"
-        if not (file.ends_with(*TABLE_SUFFIXES) or self._is_cut(file)):
-            return file.name
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
-        return f"{file.name} {'line' if self.is_lines(file) else 'row'} {number}"
+        if not file.ends_with(*TABLE_SUFFIXES):
+            return file.name
+        return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES) else 'row'} {number}"
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """Return the offset of document numbers in a span that begins at `start`."""
-        is_separated = bool(self.separator) and self._is_cut(file)
-        if not start or not (is_separated or file.ends_with(".jsonl")):
+        if not start or not file.ends_with(".jsonl"):
             return 0
         with open_source(file) as opened:
-            separator = self.separator.encode()
-            read = separated(opened, separator, 0, start) if is_separated else lines(file, opened, 0, start)
-            return sum(1 for _ in read)
-
-    def is_lines(self, file: SourceFile) -> bool:
-        """Return whether each line is a record of JSON."""
-        return file.ends_with(*LINE_SUFFIXES)
+            return sum(1 for _ in lines(file, opened, 0, start))
 
     def is_divisible(self, file: SourceFile) -> bool:
         """Return whether a span of the file can be read without the text before it."""
-        overlaps = any(self.separator.startswith(self.separator[i:]) for i in range(1, len(self.separator)))
-        is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
-        return file.ends_with(".jsonl", ".parquet") or is_cut
+        return file.ends_with(".jsonl", ".parquet") or self._is_cut(file)
 
     def _is_code(self, file: SourceFile) -> bool:
         """Return whether conversations are made of the file."""
@@ -128,44 +103,60 @@ class Corpus:
 
     def _is_cut(self, file: SourceFile) -> bool:
         is_text = not (file.ends_with(*TABLE_SUFFIXES) or self.conversations)
-        return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
+        return is_text and (len(self.files) == 1 or file.size > CUT_BYTES)
 
-    def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    def _contents(self, file: SourceFile, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the raw content of each document."""
         with open_source(file) as opened:
             if file.ends_with(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop, self.conversations)
-            elif self.is_lines(file):
+            elif file.ends_with(*LINE_SUFFIXES):
                 yield from lines(file, opened, start, stop)
             elif self._is_code(file):
                 module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 made = conversations_of(opened.read().decode(errors="replace"), module)
                 yield from enumerate((json.dumps(conversation).encode() for conversation in made), 1)
-            elif self.separator:
-                yield from separated(opened, self.separator.encode(), start, stop)
             elif self._is_cut(file):
                 yield from chunks(opened, start, stop)
             else:
                 yield 1, opened.read()
 
+    def _text_of(self, file: SourceFile, content: bytes) -> tuple[str, str]:
+        """Return a document's text, without a byte-order mark, and why there is none."""
+        try:
+            if file.ends_with(*LINE_SUFFIXES) or self.conversations:
+                text = self._text_of_record(content)
+            else:
+                text = content.decode("utf-8-sig")
+            text.encode()
+        except UnicodeDecodeError:
+            return "", "not UTF-8"
+        except UnicodeEncodeError:
+            return "", "invalid Unicode (a lone surrogate)"
+        except (json.JSONDecodeError, RecursionError):  # the latter for deep nesting
+            return "", "not JSON"
+        except ValueError as error:
+            return "", str(error)
+        return text, "" if text else "empty"
+
+    def _text_of_record(self, content: bytes) -> str:
+        """Return the text, or the conversation, of a record of JSON. Raise ValueError, with what is wrong."""
+        # Python would refuse an int of more than 4,300 digits.
+        record = json.loads(content.removeprefix(codecs.BOM_UTF8), parse_int=float)
+        if self.conversations:
+            return document_of(record.get(self.text_column) if isinstance(record, dict) else record)
+        text = record.get(self.text_column) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            is_chat = isinstance(record, dict) and "messages" in record
+            raise ValueError(
+                f"no text under {self.text_column!r}" + "; conversations need data.prepare's --conversations" * is_chat
+            )
+        return text
+
 
 def open_source(file: SourceFile) -> io.BufferedReader:
-    """Open a local file, a URL, or a file of the hub, whose interrupted download is resumed."""
-    if "://" in file.url:
-        path = str(file.filesystem._strip_protocol(file.url))
-        size = patiently(file.url, lambda: file.filesystem.size(path))
-        if size is None:
-            raise OSError("its server does not report its length")
-        return io.BufferedReader(_RemoteFile(file.filesystem, path, size=size, cache_type="none"), BUFFER_BYTES)
+    """Open a local file, or one of the hub, whose interrupted download is resumed."""
     return open(_downloaded(file.url) if file.url.startswith("hf:") else file.url, "rb")
-
-
-class _RemoteFile(AbstractBufferedFile):
-    """A file read by requests for ranges, each repeated until it is answered. Raises StorageLost if its server fails
-    for long."""
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        return patiently(self.full_name, lambda: read_range(self.fs, self.path, start, end))
 
 
 def _downloaded(url: str) -> str:
@@ -188,40 +179,3 @@ def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) 
         raise
     except Exception as error:
         raise UserError(refusal(error)) from error
-
-
-def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str, str]:
-    """Return a document's text, without a byte-order mark, and why there is none."""
-    try:
-        if not (file.ends_with(*LINE_SUFFIXES) or conversations):
-            text = content.decode("utf-8-sig")
-        else:
-            # Python would refuse an int of more than 4,300 digits.
-            record = json.loads(content.removeprefix(codecs.BOM_UTF8), parse_int=float)
-            text = record.get(column) if isinstance(record, dict) else record if conversations else None
-            if conversations:
-                text = document_of(text)
-            elif not isinstance(text, str):
-                is_chat = isinstance(record, dict) and "messages" in record
-                return "", f"no text under {column!r}" + "; conversations need data.prepare's --conversations" * is_chat
-            text.encode()
-    except UnicodeDecodeError:
-        return "", "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8" if _is_utf16(content) else "not UTF-8"
-    except UnicodeEncodeError:
-        return "", "invalid Unicode (a lone surrogate)"
-    except json.JSONDecodeError:
-        return "", "not JSON"
-    except RecursionError:
-        return "", "nested too deeply"
-    except ValueError as error:  # from `document_of`
-        return "", str(error)
-    if _is_utf16(content):  # without a mark, ASCII in UTF-16 is also UTF-8
-        return "", "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
-    return text, "" if text else "empty"
-
-
-def _is_utf16(content: bytes) -> bool:
-    """Return whether bytes begin with UTF-16's mark, or have a NUL in every second place of a quarter of a sample."""
-    sample = content[:1000]
-    nuls = max(sample[0::2].count(0), sample[1::2].count(0))
-    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or nuls > len(sample) / 4

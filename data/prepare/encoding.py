@@ -6,7 +6,6 @@ construction, as `tiktoken_of` decides.
 
 import json
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import tiktoken
@@ -15,12 +14,7 @@ from jaxtyping import UInt32
 from data.conversation import render
 from data.tokenizer import TextTokenizer, byte_letters, merged_from
 
-WINDOW = 2**20  # characters of a document that are encoded at a time
-# A window may end here. Every split in use ends a piece before the blank between two letters. All except those that
-# bind a line end to the next word end one after the line.
-BREAKS = [re.compile(r"[^\W\d_](?=[ \n][^\W\d_])"), re.compile(r"\n(?=[^\W\d_])")]
 TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
-GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
 class Encoder:
@@ -29,27 +23,12 @@ class Encoder:
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
         self.fast = tiktoken_of(tokenizer)
-        self.is_byte_level = bool((tokenizer.token_bytes == 1).sum() >= 256)
 
     def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
         """Return the tokens of a text, without a BOS."""
         if self.fast and not (len(text) >= 100_000 and TOO_LONG.search(text)):
             return self.fast.encode_to_numpy(text, disallowed_special=())
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
-
-    def windows(self, text: str) -> Iterator[str]:
-        """Yield a text in parts whose tokens together are the text's. A stretch of `WINDOW` characters without a blank
-        between two letters is cut all the same: a token in a million may then differ."""
-        start = 0
-        while self.is_byte_level and len(text) - start > WINDOW:
-            window = text[start : start + WINDOW]
-            ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
-            for pattern in BREAKS:
-                ends = ends or [m.end() for m in pattern.finditer(window)]
-            end = max(ends, default=WINDOW)
-            yield window[:end]
-            start += end
-        yield text[start:]
 
 
 class ConversationEncoder(Encoder):
@@ -59,10 +38,6 @@ class ConversationEncoder(Encoder):
         """Return the tokens of a conversation, without the BOS."""
         encode = lambda texts: (super(ConversationEncoder, self).encode(one).tolist() for one in texts)
         return np.array(render(self.tokenizer, json.loads(text), encode=encode)[1:], np.uint32)
-
-    def windows(self, text: str) -> Iterator[str]:
-        """Yield the conversation: it is encoded at once."""
-        yield text
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
@@ -98,13 +73,11 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
 
 
 def _split(pre_tokenizer: dict) -> str | None:
-    """Return the regular expression that cuts a text into pieces; None without one."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False}
-    if not steps or any(steps[-1].get(key) != value for key, value in bytes_of.items()):
+    """Return the regular expression that alone cuts a text, before its bytes are spelled; None if there is another."""
+    steps = pre_tokenizer.get("pretokenizers", [])
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    if len(steps) != 2 or any(steps[1].get(key) != value for key, value in bytes_of.items()):
         return None
-    if len(steps) == 1:
-        return GPT2_SPLIT if steps[0].get("use_regex", True) else None
     pattern = steps[0].get("pattern", {}).get("Regex")
     isolated = steps[0].get("type") == "Split" and steps[0].get("behavior") == "Isolated" and not steps[0]["invert"]
-    return pattern if len(steps) == 2 and isolated and not steps[1].get("use_regex", True) else None
+    return pattern if isolated else None

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +23,11 @@ from configs.validation import check_types
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
-from data.prepare.selection import held_out_threshold, sampled_tokenizer, save_shares
+from data.prepare.selection import held_out_threshold, sampled_tokenizer
 from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
 from data.record import read_record
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 
 FORMAT = 3  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
@@ -37,14 +38,10 @@ class Preparation:
     """Settings that determine a dataset."""
 
     source: str
-    """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, local or at a URL that fsspec
-    knows: .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
-    compressed, as .json.gz and .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from
-    the hub. Files named validation, valid, val or dev are held out, and those named test are refused, unless all have
-    such names."""
-    val_source: str = ""
-    """Source of the held-out documents, instead of a share of the source. Training documents with these texts are
-    excluded."""
+    """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob: .txt, .md, .py (a file is a
+    document; a single file, and one above 1 MB, is cut into several), .jsonl (or compressed, as .json.gz and
+    .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub. Files named validation, valid,
+    val or dev are held out, and those named test are refused, unless all have such names."""
     tokenizer: str = ""
     """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: train a
     byte-level BPE on the training documents."""
@@ -61,8 +58,6 @@ class Preparation:
     """Column (.parquet) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
     """More extensions of text files: `.rst,.tex`."""
-    separator: str = ""
-    """Separator of the documents in a text file, such as `<|endoftext|>`."""
     on_error: Literal["stop", "skip"] = "stop"
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
     shard_tokens: Annotated[int, Meta(gt=0, le=2**30)] = 100_000_000
@@ -114,38 +109,24 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
 
 
 def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: int) -> None:
-    record = out / "dataset.json"
     # Files are listed first: another preparation may begin meanwhile, and writes its record before other files.
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
-    if is_taken and not record.exists():
+    if is_taken and not (out / "dataset.json").exists():
         raise UserError(f"--out={out} is not empty and has no dataset (no dataset.json); choose another folder")
-    before = read_record(out)["made_from"] if record.exists() else {}
-    made_from = asdict(settings)
-
-    def find(option: str, version: str) -> Corpus:
-        source = getattr(settings, option)
-        options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
-        is_begun = source.startswith("hf:") and before.get(option) == source
-        revision = before[version].partition("/")[0] if is_begun else ""  # from the first start
-        corpus = find_corpus(source, *options, revision, settings.conversations)
-        made_from[version] = corpus.version
-        return corpus
-
-    val_corpus, corpus = find("val_source", "val_version") if settings.val_source else None, find("source", "version")
-    made_from["conversations"] = corpus.conversations
-    corpus = hold_out(corpus, val_corpus)
+    before = read_record(out)["made_from"] if (out / "dataset.json").exists() else {}
+    is_begun = settings.source.startswith("hf:") and before.get("source") == settings.source
+    revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
+    options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
+    corpus = hold_out(find_corpus(settings.source, *options))
+    made_from = asdict(settings) | {"version": corpus.version, "conversations": corpus.conversations}
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
-    if record.exists() and _is_complete(_continued(out, made_from), files):
+    facts = _continued(out, made_from)
+    if _is_complete(facts, files):
         return  # without a lock, for a folder that may only be read
-    given = load_tokenizer(settings.tokenizer) if settings.tokenizer and not record.exists() else None
-    if given:  # an error here leaves no folder
-        _ = given.bos
-        tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
-        documents = (document for file in files for document in tried.documents(file) if not document.problem)
-        texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
-        if lost := given.text_lost(texts):
-            raise UserError(f"--tokenizer={settings.tokenizer} loses text, so bits per byte would be wrong: {lost}")
+    given = None
+    if settings.tokenizer and "tokenizer" not in facts:
+        given = _given_tokenizer(settings.tokenizer, corpus, files)  # an error here leaves no folder
     with _only_one(out):
         facts = _continued(out, made_from)
         if _is_complete(facts, files):
@@ -156,40 +137,43 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
             raise UserError(f"{out}: more files change every shard with --deduplicate; choose another --out")
         facts |= {"files": len(files), "complete": False}
         chosen = f", {held_out} of them held out ({corpus.files[0].name} ...)" if held_out else ""
-        print(
-            f"preparing {settings.source}: {len(files)} file(s){chosen}, once, in {out}{corpus.left_out}",
-            file=sys.stderr,
-        )
+        about = f"{len(files)} file(s){chosen}, once, in {out}{corpus.left_out}"
+        print(f"preparing {settings.source}: {about}", file=sys.stderr)
         if "tokenizer" not in facts:
             write_record(out, facts | {"files": 0})  # this claims the folder
-        excluded = save_shares(corpus, out / "parts")
+        shutil.rmtree(out / "parts", ignore_errors=True)  # of a start that was killed
+        (out / "parts").mkdir(exist_ok=True)
+        parts = Path(tempfile.mkdtemp(dir=out / "parts"))  # the dying processes of that start have another
         if "tokenizer" not in facts:
             threshold = 0.0 if held_out else held_out_threshold(corpus, files, settings.val_fraction)
-            options = settings.vocab_size, settings.sample_bytes, threshold, excluded
-            given = given or (settings.tokenizer and load_tokenizer(settings.tokenizer))
+            options = settings.vocab_size, settings.sample_bytes, threshold
             tokenizer = given or sampled_tokenizer(corpus, files, *options)
-            if corpus.conversations and tokenizer.missing_chat_tokens:
-                lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
-                added = f"{lacking:,} to {tokenizer.vocab_size - 1:,} are added to it in {out}/tokenizer"
-                print(f"{settings.tokenizer} lacks special tokens of conversations: ids {added}", file=sys.stderr)
             tokenizer.save(out / "tokenizer")
-            about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
-            facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
+            facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text"}
+            facts["tokenizer"] = {name: getattr(tokenizer, name) for name in ("sha256", "bos", "vocab_size")}
             write_record(out, facts)
-        tokenizer = load_tokenizer(out / "tokenizer")
-        if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
+        sha256 = load_tokenizer(out / "tokenizer").sha256
+        if sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not the first shards'; delete {out}")
-        recipe = Recipe(
-            folder=out,
-            sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            threshold=facts["val_threshold"],
-            excluded=excluded,
-            deduplicate=settings.deduplicate,
-            shard_tokens=settings.shard_tokens,
-        )
+        recipe = Recipe(out, parts, sha256, facts["val_threshold"], settings.shard_tokens, settings.deduplicate)
         make_shards(recipe, corpus, files, facts, workers)
         _complete(corpus, out, facts)
+
+
+def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> TextTokenizer:
+    """Return the tokenizer, with the tokens that conversations need. Raise UserError if it loses some of the text."""
+    tokenizer = load_tokenizer(name)
+    _ = tokenizer.bos  # raises if there is none
+    tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
+    documents = (document for file in files for document in tried.documents(file) if not document.problem)
+    texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
+    if lost := tokenizer.text_lost(texts):
+        raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
+    if corpus.conversations and tokenizer.missing_chat_tokens:
+        lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
+        ids = f"ids {lacking:,} to {tokenizer.vocab_size - 1:,} are added"
+        print(f"{name} lacks special tokens of conversations: {ids} to the dataset's copy", file=sys.stderr)
+    return tokenizer
 
 
 def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
@@ -199,7 +183,7 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
         if not made:
             raise UserError(f"{corpus.source}: no document is left for `{name}`; give more text")
-    skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter(corpus.unread))
+    skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
     write_record(out, facts | {"skipped": dict(skipped), "complete": True})
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
@@ -214,7 +198,8 @@ def _continued(out: Path, made_from: dict) -> dict:
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error
     facts["made_from"] = before
-    if differ := [name for name in made_from if before.get(name) != made_from[name]]:
+    # A version before this one may have had other options: their defaults are empty.
+    if differ := [name for name in before | made_from if (before.get(name) or "") != (made_from.get(name) or "")]:
         changed = ", ".join(f"{name}: {before.get(name)} -> {made_from.get(name)}" for name in differ)
         raise UserError(
             f"{out} has a dataset made from something else ({changed}; `version` changes with the source's "
@@ -233,12 +218,8 @@ def _is_complete(facts: dict, files: list[SourceFile]) -> bool:
 @contextmanager
 def _only_one(out: Path) -> Iterator[None]:
     """Let only this process prepare `out` inside. Another process waits, and then finds it complete."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"{out} cannot be made or written to: {error}") from error
-    with lock:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

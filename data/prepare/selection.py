@@ -1,16 +1,12 @@
 """Decisions from a first look at the text: the held-out documents, and the tokenizer."""
 
-import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 from tokenizers import models, pre_tokenizers, trainers
 
-from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
@@ -19,26 +15,6 @@ from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer
 LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
-
-
-def save_shares(corpus: Corpus, folder: Path) -> Path | None:
-    """Write the hashes of texts in held-out files to a file of the folder, named by its digest: such texts are excluded
-    from training. Return None if no file is held out."""
-    held_out = [file for file in corpus.files if file.held_out]
-    if not held_out:
-        return None
-    shares = {hash_share(document.text) for file in held_out for document in corpus.documents(file) if document.text}
-    content = np.array(sorted(shares)).tobytes()
-    path = folder / f"excluded-{hashlib.sha256(content).hexdigest()[:32]}"
-    folder.mkdir(exist_ok=True)
-    write_whole(path, content)
-    return path
-
-
-@cache
-def load_shares(path: Path) -> frozenset[float]:
-    """Return the hashes that `save_shares` wrote."""
-    return frozenset(np.fromfile(path).tolist())
 
 
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
@@ -63,10 +39,10 @@ def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: fl
 
 
 def sampled_tokenizer(
-    corpus: Corpus, files: list[SourceFile], vocab_size: int, sample_bytes: int, threshold: float, excluded: Path | None
+    corpus: Corpus, files: list[SourceFile], vocab_size: int, sample_bytes: int, threshold: float
 ) -> TextTokenizer:
     """Train a tokenizer on a sample of the training documents. Raise UserError if they cannot fill its vocabulary."""
-    tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold, excluded), vocab_size)
+    tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold), vocab_size)
     learned = tokenizer.vocab_size
     if learned < vocab_size:
         smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
@@ -95,12 +71,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer.to_str())
 
 
-def sample(
-    corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float, excluded: Path | None
-) -> Iterator[str]:
+def sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float) -> Iterator[str]:
     """Yield training documents: the first ones of each sampled file, up to its share. The files are sampled evenly over
     the source, at least 32 of them, with four times the bytes. From the hub, each is downloaded."""
-    shares = load_shares(excluded) if excluded else frozenset()
     files = [file for file in files if not file.held_out]
     total = max(sum(file.size for file in files), 1)
     count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))
@@ -111,8 +84,6 @@ def sample(
         for document in corpus.documents(file):
             if left <= 0:
                 break
-            if document.problem or hash_share(document.text) < threshold:
-                continue
-            if not (shares and hash_share(document.text) in shares):
+            if not document.problem and hash_share(document.text) >= threshold:
                 left -= len(document.text)
                 yield from corpus.texts(document.text)

@@ -2,7 +2,7 @@
 
 Adjacent spans give each document once: the span in which it starts, or in which its group of rows of a .parquet starts.
 A document has a number in its file. In a span of a .jsonl the numbers count the span's lines from 1, and the lines
-before it are counted only for a message. Texts between separators are numbered in the same way.
+before it are counted only for a message.
 """
 
 import io
@@ -15,8 +15,6 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 
 from configs.schema import UserError
 
@@ -25,8 +23,12 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # Lines of JSON, as in C4 and Dolma. A .json has lines only if it is compressed.
 LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
 TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+TEXTS = (
+    *(pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()),
+    *(pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()),
+)
 CHUNK_BYTES = 16_384
-BATCH_BYTES = 16_000_000  # bytes of a table's column in memory at a time, unless a single row is larger
+BATCH_ROWS = 64  # rows of a table in memory at a time
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class SourceFile:
     name: str
     """Its path below the source, the same on every machine."""
     url: str
-    """Location: a local path, a URL, or for `hf:` a path of the hub's client."""
+    """Location: a local path, or for `hf:` a path of the hub's client."""
     size: int
     """Size in bytes as stored, compressed or not."""
     held_out: bool = False
     """True if all of its documents are held out."""
-    filesystem: AbstractFileSystem = LocalFileSystem()
-    """The fsspec filesystem that opens it."""
+    changed: float = 0.0
+    """Time of its last change, of a local file."""
 
     def ends_with(self, *suffixes: str) -> bool:
         """Return whether the name ends with one of the suffixes, in upper or lower case."""
@@ -67,24 +69,6 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
         yield number, b"" if line.isspace() else line
 
 
-def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the texts between separators that start in the span, without surrounding blanks. Skip empty ones."""
-    at, rest, number, is_text = max(start - len(separator), 0), b"", 0, not start
-    opened.seek(at)
-    while True:
-        block = opened.read(2**20)
-        *whole, rest = (rest + block).split(separator)
-        for text in whole if block else [*whole, rest]:
-            if stop is not None and at >= stop:
-                return
-            if is_text and (content := text.strip()):
-                number += 1
-                yield number, content
-            at, is_text = at + len(text) + len(separator), True
-        if not block:
-            return
-
-
 def rows(
     file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
 ) -> Iterator[tuple[int, bytes]]:
@@ -92,30 +76,20 @@ def rows(
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
         schema = table.schema_arrow
-        columns = dict(zip(schema.names, schema.types))
+        _require_text(file, column, schema, nested)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or incomplete: {error}") from error
-    _require_text(file, column, columns, nested)
-    facts, groups, numbers, row_bytes, before = table.metadata, [], [], 1, 0
-    leaves = [i for i in range(len(facts.schema)) if f"{facts.schema.column(i).path}.".startswith(f"{column}.")]
-    for i in range(facts.num_row_groups):
-        group = facts.row_group(i)
+    before = 0
+    for i in range(table.num_row_groups):
+        group, read = table.metadata.row_group(i), 0
         place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong offset
         if start <= place and (stop is None or place < stop):
-            groups.append(i)
-            numbers += [before + 1, before + group.num_rows + 1]
-            size = sum(group.column(leaf).total_uncompressed_size for leaf in leaves)
-            row_bytes = max(row_bytes, size // max(group.num_rows, 1))
+            for batch in table.iter_batches(BATCH_ROWS, [i], columns=[column]):
+                yield from enumerate(_contents(batch.column(0)), before + read + 1)
+                read += batch.num_rows
+            if read != group.num_rows:
+                raise UserError(f"{file.url} is damaged: {read} rows, but its metadata has {group.num_rows}")
         before += group.num_rows
-    if not groups:
-        return
-    number, expected = numbers[0], facts.num_rows + 1 if not start and stop is None else numbers[-1]
-    for batch in table.iter_batches(max(1, min(1024, BATCH_BYTES // row_bytes)), groups, columns=[column]):
-        for content in _contents(batch.column(0)):
-            yield number, content
-            number += 1
-    if number != expected:
-        raise UserError(f"{file.url} is damaged: {number - 1} rows, but its metadata has {expected - 1}")
 
 
 def _contents(column: pyarrow.Array) -> Iterator[bytes]:
@@ -125,26 +99,20 @@ def _contents(column: pyarrow.Array) -> Iterator[bytes]:
     return (json.dumps(value.as_py(), default=lambda _: None).encode() for value in column)  # messages contain no times
 
 
-def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType], nested: bool) -> None:
-    kind = columns.get(column)
-    if kind is None or not _is_text(kind, nested):
-        what = "text" if not nested else "conversations"
-        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not {what}"
-        texts = ", ".join(name for name in columns if _is_text(columns[name], nested))
-        is_chat = "; conversations need data.prepare's --conversations" * ("messages" in columns and not nested)
-        raise UserError(
-            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere") + is_chat
-        )
+def _require_text(file: SourceFile, column: str, schema: pyarrow.Schema, nested: bool) -> None:
+    texts = [name for name, kind in zip(schema.names, schema.types) if _is_text(kind, nested)]
+    if column not in texts:
+        what = "conversations" if nested else "text"
+        is_chat = "; conversations need data.prepare's --conversations" * ("messages" in schema.names and not nested)
+        found = f"give --text_column, one of: {', '.join(texts)}" if texts else "nor another"
+        raise UserError(f"{file.url} has no column {column!r} with {what}; {found}{is_chat}")
 
 
 def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
     """Return whether a column of this type contains text, or, with `nested`, lists."""
-    types = pyarrow.types
-    if nested and (types.is_list(kind) or types.is_large_list(kind)):
+    if nested and (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
         return True
-    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
-    binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return binary or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return (kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind) in TEXTS
 
 
 def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:

@@ -40,7 +40,7 @@ def command_module(name: str) -> ModuleType:
 TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 # Options of text that are no paths, or paths that fsspec opens.
 OTHERS = """
-    license val_source text_extensions separator name prompt source tokenizer text_column tasks
+    license text_extensions name prompt source tokenizer text_column tasks
     topology path system host options reference parts only configs splits recipes
     window_pattern prompts on_event wandb steps
 """

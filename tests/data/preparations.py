@@ -16,7 +16,6 @@ from configs.schema import UserError
 from data.prepare.preparation import Preparation
 
 ROOT = Path(__file__).parents[2]
-LARGE = 200_000_000  # bytes per document
 DRIVER = """
 import sys
 from pathlib import Path
@@ -52,7 +51,7 @@ def prepare_under_fire(
     number of kills and the last command's output. Raise UserError if that one fails."""
     words = [sys.executable, "-c", DRIVER, repr((task_bytes, task_bytes)), repr(vars(settings)), str(out)]
     begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    there = lambda: len([*out.glob("parts/*"), *out.glob("*.bin")])
+    there = lambda: len([*out.glob("parts/*/*"), *out.glob("*.bin")])
     process, done = begin(), 0
     while done < kills and process.poll() is None:
         before, aim = there(), generator.randint(1, 3)

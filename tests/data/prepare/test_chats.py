@@ -82,18 +82,14 @@ def test_each_row_is_the_conversation_that_nanochat_s_task_makes_of_it(tmp_path,
 @pytest.mark.parametrize(
     "words, columns, says",
     [
-        (["mmlu"], None, "--source"),
         (["mmlu", "--source=a.parquet"], GSM8K, "no column choices"),
         (["mmlu", "--source=a.parquet"], MMLU | {"answer": [1, 4]}, "row 2"),
-        (["mmlu", "--source=a.parquet"], MMLU | {"answer": [1, -1]}, "row 2"),
-        (["mmlu", "--source=a.parquet"], MMLU | {"choices": [["1"], ["2"]]}, "row 1"),
         (["gsm8k", "--source=a.parquet"], {"question": ["?"], "answer": pyarrow.array([None], "string")}, "row 1"),
         (["gsm8k", "--source=broken.parquet"], GSM8K, "cannot be read as .parquet"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, columns, says):
-    if columns:
-        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())

@@ -109,8 +109,8 @@ def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
     need = "conversations need data.prepare's --conversations"
     refused = {
         (lines, False): f"a.jsonl line 1: no text under 'text'; {need}",
-        (f"{tmp_path}/b.parquet", False): f"no column 'text'; nor elsewhere; {need}",
-        (f"{tmp_path}/c.parquet", True): "has no column 'messages'",
+        (f"{tmp_path}/b.parquet", False): f"no column 'text' with text; nor another; {need}",
+        (f"{tmp_path}/c.parquet", True): "has no column 'messages' with conversations",
         ("stdlib", True): "stdlib is text; chat-stdlib is conversations made of it",
         (str(tmp_path / "*.txt"), True): r"\*.txt: nothing found there; give `chat-stdlib`, .* a glob of .jsonl",
         (str(Path(__file__).parent), True): "no file of conversations found there; left out: .* give `chat-stdlib`",
@@ -147,21 +147,6 @@ def write_library(root: Path, monkeypatch) -> None:
     for name in ("a", "b", "package/__init__", "package/c"):
         functions = "".join(f'def f{i}(x: int) -> int:\n    """Return {i} + x, for {name}."""\n' for i in range(9))
         (root / f"{name}.py").write_text(f'"""About {name}."""\n{functions}')
-
-
-def test_chat_stdlib_is_held_out_of_other_conversations_but_not_of_text(tmp_path, monkeypatch):
-    write_library(tmp_path / "lib", monkeypatch)
-    source, expected = write_lines(tmp_path / "a.jsonl", PLAIN), find_corpus("chat-stdlib")
-    settings = Preparation(source=source, vocab_size=270, conversations=True, val_source="chat-stdlib")
-    prepare(settings, tmp_path / "out")
-    facts = facts_of(tmp_path / "out")
-    assert facts["train"]["documents"] == len(PLAIN)
-    assert facts["val"]["documents"] == sum(1 for file in expected.files for _ in expected.documents(file)) > 30
-    (tmp_path / "b.txt").write_text("to be " * 999)
-    text = f"{tmp_path}/b.txt"
-    for sources in ({"source": text}, {"source": "chat-stdlib", "val_source": text}):
-        with pytest.raises(UserError, match="one is text, and one conversations"):
-            prepare(replace(settings, conversations=False, **sources), tmp_path / "text")
 
 
 def test_chat_stdlib_is_prepared_in_the_cache_from_the_files_of_the_library(tmp_path, monkeypatch):

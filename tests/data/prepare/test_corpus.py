@@ -1,7 +1,6 @@
 import gzip
 import re
 import sysconfig
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -87,38 +86,19 @@ def test_a_table_gives_its_rows(tmp_path):
     pq.write_table(table, tmp_path / "e.parquet", row_group_size=1)
     corpus = find_corpus(str(tmp_path), text_column="body")
     assert texts(corpus) == {"e.parquet row 1": 'one, "two"\nlines', "e.parquet row 2": "naïve"}
-    with pytest.raises(UserError, match=r"e\.parquet has no column 'text'; give --text_column, one of: body"):
+    with pytest.raises(UserError, match=r"e\.parquet has no column 'text' with text; give --text_column, one of: body"):
         texts(find_corpus(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_with_its_name(tmp_path, name):
     content = jsonl({"text": "words"}) if name == "a.jsonl" else "words"
     (tmp_path / "b.txt").write_text("another")
     (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
     assert "words" in texts(find_corpus(str(tmp_path))).values()
-    for encoding in ("utf-16", "utf-16-le"):
-        (tmp_path / name).write_bytes(content.encode(encoding))
-        with pytest.raises(UserError, match=rf"{name}.*UTF-16, not UTF-8.*iconv -f utf-16 -t utf-8"):
-            texts(find_corpus(str(tmp_path)))
-
-
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n"])
-def test_separated_texts_are_documents_and_so_in_every_division_into_spans(tmp_path, separator):
-    stories = [f"story {i}" + ".\nA line." * (i % 7) for i in range(50)]
-    write_files(tmp_path, {"a.txt": separator + f"\n{separator}\n".join(stories), "b.txt": "one\n"})
-    corpus = find_corpus(str(tmp_path), separator=separator)
-    assert list(texts(corpus).values()) == [*stories, "one"]
-    file = corpus.files[0]
-    if corpus.is_divisible(file):
-        for size in (1, 7, 100):
-            cuts = [*range(0, file.size, size), None]
-            spans = [[text for _, text, _ in corpus.read(file, *span)] for span in pairwise(cuts)]
-            assert [text for span in spans for text in span] == stories
-            at = next(i for i, span in enumerate(spans) if stories[30] in span)
-            assert corpus.numbers_before(file, cuts[at]) + spans[at].index(stories[30]) == 30
-    else:
-        assert separator == "\n\n"  # a boundary's place depends on the text before it
+    (tmp_path / name).write_bytes(content.encode("utf-16"))
+    with pytest.raises(UserError, match=rf"{name}.*not UTF-8"):
+        texts(find_corpus(str(tmp_path)))
 
 
 def test_a_long_file_is_cut_among_others_too(tmp_path):
@@ -130,8 +110,8 @@ def test_a_long_file_is_cut_among_others_too(tmp_path):
 def test_excluded_files_are_listed_with_the_option_that_includes_them(tmp_path):
     write_files(tmp_path, {"a.txt": "one", "b.rst": "two" * 9, "c.json": "{}", "d.txt.gz": "x", "e.png": "x" * 999})
     corpus = find_corpus(str(tmp_path))
-    assert "1 .rst (27 bytes)" in corpus.left_out and "--text_extensions" in corpus.left_out
-    assert "1 .json (2 bytes)" in corpus.left_out and "1 .txt.gz (1 bytes)" in corpus.left_out
+    assert all(f"1 {extension}" in corpus.left_out for extension in (".rst", ".json", ".gz", ".png"))
+    assert "--text_extensions" in corpus.left_out
     taken = find_corpus(str(tmp_path), text_extensions=".rst")
     assert names(taken) == ["a.txt", "b.rst"]
     with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
@@ -153,7 +133,7 @@ BAD_LINES = {
     b'"caf\xe9"': "not UTF-8",
     b'"half \\ud83d of a smile"': "invalid Unicode (a lone surrogate)",
     b'"\xed\xa0\xbd"': "invalid Unicode (a lone surrogate)",
-    b"[" * 100_000 + b"]" * 100_000: "nested too deeply",
+    b"[" * 100_000 + b"]" * 100_000: "not JSON",
     b'"cut': "not JSON",
     b"1" + b"0" * 5000: "no text under 'text'",
 }
@@ -184,13 +164,6 @@ def test_the_first_document_that_cannot_be_read_stops_or_all_are_skipped_each_wi
     assert list(texts(find_corpus(f"{tmp_path}/f")).values()) == ["fine"]
 
 
-def test_a_file_that_vanished_since_it_was_listed_is_named(tmp_path):
-    corpus = find_corpus(write_files(tmp_path, {"x.txt": "text"}))
-    (tmp_path / "x.txt").unlink()
-    with pytest.raises(UserError, match=r"x\.txt: cannot be read"):
-        texts(corpus)
-
-
 @pytest.mark.parametrize(
     ("compression", "pack"),
     [(".gz", gzip.compress), (".zst", zstd)],
@@ -203,12 +176,21 @@ def test_a_compressed_file_that_is_empty_or_cut_off_is_refused_and_named(tmp_pat
             texts(find_corpus(str(tmp_path), on_error="skip"))
 
 
-@pytest.mark.parametrize("source", ["nowhere", "", "picture.png", "*.md", "s4://bucket/x"])
+@pytest.mark.parametrize("source", ["nowhere", "", "picture.png", "*.md", "gs://bucket/x"])
 def test_a_source_without_text_is_refused_and_named(tmp_path, monkeypatch, source):
     write_files(tmp_path, {"empty/x.png": "x", "picture.png": "x"})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=source.replace("*", r"\*") or str(tmp_path)):
         find_corpus(source or str(tmp_path))
+
+
+def test_a_file_that_cannot_be_read_stops_or_is_reported(tmp_path, capfd):
+    write_files(tmp_path, {"a.txt": "one"})
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"b\.txt cannot be read: .*--on_error=skip"):
+        find_corpus(str(tmp_path))
+    assert names(find_corpus(str(tmp_path), on_error="skip")) == ["a.txt"]
+    assert "b.txt cannot be read" in capfd.readouterr().err
 
 
 def test_the_version_changes_with_the_files(tmp_path):

@@ -1,15 +1,13 @@
-"""Test that tiktoken is used only if it gives the tokens of `tokenizers`, and that documents are encoded in parts."""
+"""Test that tiktoken is used only if it gives the tokens of `tokenizers`."""
 
 import json
 import random
 from functools import cache
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.prepare.encoding import WINDOW, Encoder, tiktoken_of
+from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
 
@@ -52,16 +50,3 @@ def test_tiktoken_is_not_used_if_its_order_of_merges_differs():
 def test_blanks_that_tiktoken_cannot_take_are_encoded():
     text = "a" + " " * 200_000 + "b"
     assert Encoder(trained()).encode(text).tolist() == slow(trained(), text)
-
-
-@pytest.mark.parametrize("words", [["alpha", "naïve", "日本語", "😀 the"], ["日本語\n"], ["12345"], ["x"]])
-def test_joined_parts_are_the_text(words, monkeypatch):
-    monkeypatch.setattr("data.prepare.encoding.WINDOW", 5000)
-    encoder, generator = Encoder(trained()), random.Random(1)
-    text = (" " if len(words) > 1 else "").join(generator.choices(words, k=6000))
-    parts = list(encoder.windows(text))
-    assert "".join(parts) == text and max(map(len, parts)) <= 5000 and len(parts) > 1
-    tokens = np.concatenate([encoder.encode(part) for part in parts]).tolist()
-    if len(words) > 1:  # letters are separated by blanks
-        assert tokens == slow(trained(), text)
-    assert WINDOW == 2**20 and list(encoder.windows("short")) == ["short"]

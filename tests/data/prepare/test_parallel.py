@@ -68,7 +68,7 @@ def test_the_processors_are_those_of_the_system_or_the_container_s_quota(monkeyp
 
 def test_kills_of_the_command_change_nothing(source, serial, tmp_path):
     corpus = find_corpus(source.source)
-    recipe = Recipe(tmp_path, "", 300, 0.1, None, deduplicate=False, shard_tokens=9000)
+    recipe = Recipe(tmp_path, tmp_path, "", 0.1, 9000, deduplicate=False)
     assert len(make_tasks(recipe, corpus, corpus.files)) > 8
     kills, log = prepare_under_fire(source, tmp_path / "out", 9_000, 3, random.Random(0))
     assert kills == 3, log

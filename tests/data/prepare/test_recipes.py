@@ -25,28 +25,22 @@ def text(i: int) -> str:
     return f"Document {i} has some words of its own, {i * i} and {i**3}, and is \u2014 like the web \u2014 no ASCII."
 
 
-def parquet(first: int, columns: dict[str, object], compression: str) -> bytes:
-    """Return 20 rows in groups of 8, with other columns next to the text."""
-    rows = {"text": [text(i) for i in range(first, first + 20)], **{name: [it] * 20 for name, it in columns.items()}}
+def parquet(first: int, compression: str) -> bytes:
+    """Return 20 rows in groups of 8, with another column next to the text."""
+    rows = {"url": ["http://a.b"] * 20, "text": [text(i) for i in range(first, first + 20)]}
     content = io.BytesIO()
     pq.write_table(pa.table(rows), content, compression=compression, row_group_size=8)
     return content.getvalue()
 
 
-def zst(first: int, columns: dict[str, object]) -> bytes:
-    lines = "".join(json.dumps({**columns, "text": text(i)}) + "\n" for i in range(first, first + 20))
+def zst(first: int) -> bytes:
+    lines = "".join(
+        json.dumps({"url": "http://a.b", "metadata": {"Content-Length": "61769"}, "text": text(i)}) + "\n"
+        for i in range(first, first + 20)
+    )
     return pa.compress(lines.encode(), "zstd", asbytes=True)
 
 
-EDU = {
-    **{"id": "<urn:uuid:0>", "dump": "CC-MAIN-2024-10", "url": "http://a.b", "file_path": "s3://c/d.warc.gz"},
-    **{"language": "en", "language_score": 0.97, "token_count": 20, "score": 3.1, "int_score": 3},
-}
-DCLM = {
-    **{"bff_contained_ngram_count_before_dedupe": 3, "language_id_whole_page_fasttext": {"en": 0.94}},
-    **{"metadata": {"Content-Length": "61769", "WARC-Type": "response"}, "previous_word_count": 90},
-    **{"url": "http://a.b", "warcinfo": "robots: classic\r\n", "fasttext_openhermes_reddit_eli5_vs_rw_v2_prob": 0.08},
-}
 LOCAL = "global-shard_01_of_10/local-shard_0_of_10/shard_0000000{}_processed.jsonl.zst"
 
 
@@ -55,20 +49,20 @@ class Laid(Hub):
 
     repositories: ClassVar = {
         "HuggingFaceFW/fineweb-edu": {
-            "data/CC-MAIN-2024-10/000_00000.parquet": parquet(900, EDU, "snappy"),
-            **{f"sample/10BT/00{i}_00000.parquet": parquet(20 * i, EDU, "snappy") for i in range(2)},
+            "data/CC-MAIN-2024-10/000_00000.parquet": parquet(900, "snappy"),
+            **{f"sample/10BT/00{i}_00000.parquet": parquet(20 * i, "snappy") for i in range(2)},
         },
-        "karpathy/climbmix-400b-shuffle": {f"shard_0000{i}.parquet": parquet(20 * i, {}, "zstd") for i in range(2)},
+        "karpathy/climbmix-400b-shuffle": {f"shard_0000{i}.parquet": parquet(20 * i, "zstd") for i in range(2)},
         "mlfoundations/dclm-baseline-1.0": {
-            "global-shard_10_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst": zst(900, DCLM),
-            **{LOCAL.format(i): zst(20 * i, DCLM) for i in range(2)},
+            "global-shard_10_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst": zst(900),
+            **{LOCAL.format(i): zst(20 * i) for i in range(2)},
         },
         "Skylion007/openwebtext": {
-            f"plain_text/train-0000{i}-of-00080.parquet": parquet(20 * i, {}, "snappy") for i in range(2)
+            f"plain_text/train-0000{i}-of-00080.parquet": parquet(20 * i, "snappy") for i in range(2)
         },
         "roneneldan/TinyStories": {
-            "data/train-00000-of-00004-2d5a1467fff1081b.parquet": parquet(0, {}, "snappy"),
-            "data/validation-00000-of-00001-869c898b519ad725.parquet": parquet(20, {}, "snappy"),
+            "data/train-00000-of-00004-2d5a1467fff1081b.parquet": parquet(0, "snappy"),
+            "data/validation-00000-of-00001-869c898b519ad725.parquet": parquet(20, "snappy"),
             "TinyStoriesV2-GPT4-train.txt": b"Once upon a time\n<|endoftext|>\n",
         },
     }
