@@ -85,11 +85,6 @@ class Chromium:
             assert time.monotonic() < until, f"in vain: {expression}"
             time.sleep(0.05)
 
-    def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
-        """Send mouseMoved, mousePressed or mouseReleased; with `clicks`, of the left button."""
-        button = {"button": "left", "buttons": 1, "clickCount": clicks} if clicks else {}
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
     def seen(self, method: str) -> list[dict]:
         """Return the parameters of all events of one kind so far."""
         return [event["params"] for event in self.events if event.get("method") == method]

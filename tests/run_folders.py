@@ -16,21 +16,17 @@ def write_run(
     folder: Path,
     *,
     name: str = "made-up",
-    steps: int = 400,
     logged: int | None = None,
     diagnostics: bool = True,
-    spike: bool = True,
     complete: bool = True,
     slope: float = 1.0,
     batch: int = 65_536,
     line: dict | None = None,
-    code: int | None = None,
-    **options: object,
 ) -> Path:
-    """Write a run of `logged` of its steps, with a line every ten. `line` overrides fields of each logged line,
-    `code` ends the run with this exit code, and `options` belong to Config."""
+    """Write a run of `logged` of its 400 steps, with a line every ten. `line` overrides fields of each logged line."""
+    steps = 400
     folder.mkdir(parents=True)
-    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
+    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch))
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
     versions = {"python": "3.12.1", "jax": "0.12.0.1"}
     record = {"config": dataclasses.asdict(config), "dataset": "5220a8abef52476f", "versions": versions}
@@ -59,14 +55,14 @@ def write_run(
             lines.append(
                 {"step": step, "tokens": tokens, "val_loss": val, "val_bpb": val / 2.46, "samples": samples, **when}
             )
-        if spike and step == 200:
+        if step == 200:
             texts = ["for k in </script><script>alert(1)</script>", "0x00 " * 60]
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}
             lines.append({"step": step + 5, "spike": facts, **when})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     events: list[dict] = [{"event": "start", "step": 0, "tokens": 0, "tokens_per_step": batch}]
-    if complete or code is not None:
-        events.append({"event": "stop", "step": last, "code": code or 0})
+    if complete:
+        events.append({"event": "stop", "step": last, "code": 0})
     stamped = ({**event, "time": BEGAN + 30 + event["step"]} for event in events)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in stamped))
     if complete:

@@ -34,9 +34,7 @@ def run(monkeypatch, *words: str) -> Exit | int | None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ("other.py", "other.py: no such file"),
         ("tiny.py --model.kv_heads=7", "kv_heads"),
-        ("tiny.py 'x", "No closing quotation"),
         ("tiny.py --resume=never", "recipes are the same"),
         ("tiny.py --steps=51", "tokens of the run: 5120 and 26112"),
         ("tiny.py --data.packing=whole", "data.packing: stream and whole"),

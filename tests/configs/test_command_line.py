@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
@@ -92,7 +91,6 @@ def test_a_switch_takes_true_and_false_and_a_command_has_options_of_its_own(monk
     ("words", "message"),
     [
         (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: expected `float` >= 0"),
-        (["--run_dir=x", "--mesh.fsdp=0"], "--mesh.fsdp=0 cannot work: expected `int` >= 1"),
         (["--run_dir=x", "--prompt", "\udcff"], "it must be text in UTF-8"),
         (["--run_dir=~nobody-here/x"], "there is no such home folder"),
     ],
@@ -155,13 +153,9 @@ def test_a_missing_config_file_is_refused_with_the_existing_ones_or_the_place_to
     ("name", "text", "message"),
     [
         ("c.py", "x = 1", "must define get_config"),
-        ("c.py", "def get_config(): return {'steps': 3}", "must define get_config"),
         ("c.py", "def get_config(:", "SyntaxError"),
         ("c.py", "import nonexistent_module", "ModuleNotFoundError.*nonexistent_module"),
-        ("c.py", "from configs.schema import Config\ndef get_config(): return Config()", "TypeError.*name"),
-        ("c.py", "raise SystemExit(0)", "SystemExit"),
         ("c.py", FINE + "def derive(config, given): return 1 / 0", "ZeroDivisionError"),
-        ("c.py", FINE + "def derive(config, given): raise SystemExit(0)", "SystemExit"),
         ("c.py", FINE + "def derive(config, given): pass", r"must define derive\(\)"),
         ("c.yaml", "steps: 3", r"ends in \.py"),
     ],
@@ -188,12 +182,6 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
         assert text in output
     assert "Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit" in output
-
-
-def test_help_names_the_module_and_leaves_no_traceback_if_it_is_read_in_part():
-    read = f"{sys.executable} -m tools.tune --help | head -n 1"
-    done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "usage: python -m tools.tune [-h] [OPTIONS]\n" and done.stderr == ""
 
 
 @pytest.mark.parametrize(

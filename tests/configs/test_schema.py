@@ -1,6 +1,4 @@
-import ast
 import dataclasses
-import inspect
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import jax
@@ -9,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-import configs.schema as schema
-from configs.schema import Config, Role, UserError, free_to_change, hints, options, roles, with_options
+from configs.schema import Config, Role, UserError, hints, options, roles, with_options
 from configs.validation import resolved, validate
 from tests.helpers import tiny_config
 from training.build import build
@@ -23,16 +20,11 @@ BASE = Config(name="base")
     [
         ("name", "", "not empty"),
         ("name", "a/b", "without '/'"),
-        ("name", "caf\udce9", "UTF-8"),
-        ("seed", 2**31, "below 2\\^31"),
         ("eval.prompts", ("one", "\udcff"), "UTF-8"),
         ("eval.prompts", "one", "expected `array`"),
-        ("steps", 10.0, "expected `int`, got `float`"),
         ("steps", -1, "expected `int` >= 0"),
         ("mesh", BASE.model, "of type MeshConfig"),
         ("optimizer.embed.peak_rate", float("nan"), "expected `float` > 0"),
-        ("optimizer.clip_norm", 1e300, "finite"),
-        ("optimizer.matrices.beta1", 1.0, "expected `float` < 1"),
         ("model.remat", "most", "one of 'none', 'products', 'block'"),
         ("model.kv_heads", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
         ("model.head_dim", 63, "multiple of 2"),
@@ -40,12 +32,8 @@ BASE = Config(name="base")
         ("model.softcap", 77.0, "with model.vocab_size=32768 the loss overflows float32; at most 76.9"),
         ("model.loss_chunks", 3, "divide batch.sequence_length=2048"),
         ("batch.tokens_per_step", 5000, "multiple of batch.sequence_length=2048; nearest: 4096 or 6144"),
-        ("batch.tokens_per_step", 100, "nearest: 2048"),
-        ("batch.rows_per_device", 0, "expected `int` (>= 1|> 0)"),
         ("profile.steps", "10", "give FIRST:LAST"),
-        ("profile.steps", "0:9", "at least 1"),
         ("profile.steps", "990:1001", "the run has 1000 steps"),
-        ("mesh.data", 0, "-1 for all"),
         ("mesh.fsdp", 5, "divide model.width=768"),
         ("mesh.tensor", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
     ],
@@ -54,22 +42,6 @@ def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(na
     with pytest.raises(UserError, match=message) as error:
         validate(with_options(BASE, {name: value}))
     assert str(error.value).startswith(f"--{name}={value} cannot work: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", 2**31 - 1),
-        ("optimizer.schedule.warmdown", 1),
-        ("model.kv_heads", 1),
-        ("model.softcap", 76.9),
-        ("model.vocab_size", 266),
-        ("optimizer.matrices.beta1", 0.0),
-        ("mesh.fsdp", 256),
-    ],
-)
-def test_values_at_the_edge_are_valid(name, value):
-    validate(with_options(BASE, {name: value}))
 
 
 def test_options_are_the_command_lines_names():
@@ -83,33 +55,10 @@ def test_options_are_the_command_lines_names():
         assert with_options(BASE, {name: value}) == BASE
 
 
-def test_every_option_has_a_docstring():
-    bare = [
-        field.target.id
-        for section in ast.walk(ast.parse(inspect.getsource(schema)))
-        if isinstance(section, ast.ClassDef)
-        for field, after in zip(section.body, [*section.body[1:], None])
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
-    ]
-    assert set(bare) == {field.name for field in dataclasses.fields(Config) if "Config" in str(field.type)}
-
-
 def test_every_number_has_a_range():
     numbers = [name for name, value in options(BASE).items() if type(value) in (int, float)]
     bare = [n for n in numbers if not any(isinstance(part, Meta) for part in getattr(hints()[n], "__metadata__", ()))]
     assert len(numbers) > 60 and bare == []
-
-
-def test_what_may_change_when_a_run_is_continued():
-    sections = {"mesh", "log", "eval", "hang", "profile", "diagnostics"}
-    single = "run_dir resume name deterministic batch.rows_per_device model.remat model.loss_chunks data.source "
-    single += "data.tokenizer data.workers data.copy data.max_epochs checkpoint.every_minutes checkpoint.every_steps "
-    single += "checkpoint.keep checkpoint.keep_every"
-    for name in options(BASE):
-        assert free_to_change(name) == (name.split(".")[0] in sections or name in single.split()), name
-    assert not free_to_change("dataset")
 
 
 def test_home_folders(monkeypatch):

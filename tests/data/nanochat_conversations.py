@@ -1,20 +1,11 @@
-"""Draw conversations and render them with nanochat. As a program, write some to nanochat_conversations.json.
+"""Draw conversations. nanochat_conversations.json has nanochat's tokens and masks of some, written by this file of
+17a1ee6."""
 
-NANOCHAT_DIR=... python -m tests.data.nanochat_conversations
-"""
-
-import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-
-import pytest
-import tiktoken
 
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken
-from tests.nanochat_checkout import import_nanochat
 
 RESULTS = Path(__file__).with_name("nanochat_conversations.json")
 MERGES = [b"th", b"the", b" t", b" the", b"er", b"an", b"and", b" a", b"\n\n", b"12", b"<|", b"|>", b"\xc3\xa9"]
@@ -39,19 +30,3 @@ def conversations(seed: int, count: int) -> Iterator[dict]:
             answer = parts if generator.random() < 0.4 else text()
             messages += [{"role": "user", "content": text()}, {"role": "assistant", "content": answer}]
         yield {"messages": messages[: len(messages) - (generator.random() < 0.2)]}
-
-
-def their_renderings(some: list[dict]) -> list[tuple[list[int], list[int]]]:
-    """Return the ids and the mask of each conversation from nanochat's own code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # used only to train tokenizers
-        (module,) = import_nanochat(patch, "tokenizer")
-        encoding = tiktoken.Encoding("made up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens=SPECIAL)
-        theirs = module.RustBPETokenizer(encoding, BOS)
-        return [theirs.render_conversation(conversation, 10**9) for conversation in some]
-
-
-if __name__ == "__main__":
-    some = list(conversations(0, 12))
-    lines = [json.dumps([one, *rendered]) for one, rendered in zip(some, their_renderings(some))]
-    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,7 +1,6 @@
 """Test that a conversation has nanochat's tokens and mask, and fits in one row."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -45,19 +44,15 @@ U, A = message("user", "x"), message("assistant", "y")
     "messages, problem",
     [
         ([], "no message of a user"),
-        ([message("system", "s")], "no message of a user"),
         ("text", "no list of messages"),
         ([U, message("tool", "y")], "message 2 has the role 'tool'"),
         ([U, U], "has, after the user's, another message of user"),
         ([U, A, A], "has, after the assistant's, another message of assistant"),
         ([A], "begins with the message of assistant"),
-        ([U, A, message("system", "s")], "message of system"),
         ([U, message("assistant", " ")], r"message 2 \(assistant\) is empty"),
         ([U, message("assistant", None)], r"message 2 \(assistant\) has no text"),
         ([message("user", [{"type": "text", "text": "x"}])], r"message 1 \(user\) has no text"),
         ([U, message("assistant", [{"type": "image", "text": "x"}])], "has a part other than"),
-        ([U, message("assistant", [{"type": ["text"], "text": "x"}])], "has a part other than"),
-        ([U, message("assistant", [])], r"message 2 \(assistant\) is empty"),
     ],
 )
 def test_an_invalid_conversation_is_refused_with_the_reason(messages, problem: str):
@@ -77,14 +72,6 @@ def test_tokens_and_mask_are_those_that_nanochat_gave():
     kept = json.loads(nanochat_conversations.RESULTS.read_text())
     assert [conversation for conversation, _, _ in kept] == list(nanochat_conversations.conversations(0, 12))
     for conversation, ids, mask in kept:
-        require_equal(conversation, ids, mask)
-
-
-@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_tokens_and_mask_of_random_conversations_are_nanochats():
-    pytest.importorskip("torch")
-    some = list(nanochat_conversations.conversations(1, 300))
-    for conversation, (ids, mask) in zip(some, nanochat_conversations.their_renderings(some)):
         require_equal(conversation, ids, mask)
 
 

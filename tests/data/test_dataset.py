@@ -1,6 +1,5 @@
 import json
 import os
-import pty
 import re
 import shutil
 import struct
@@ -94,20 +93,6 @@ def test_best_fit_counts_every_token_once_by_a_plan_that_is_stored(made, cache, 
         assert sorted(counted(rows)) == sorted(np.concatenate(tokens_of(made, part))) and len(rows) > 3
 
 
-def test_plans_that_only_another_user_may_read_are_made_in_the_cache(made, cache, monkeypatch):
-    stat = os.stat
-
-    def refuse(path, *arguments, **options):
-        if str(path).startswith(f"{made}/plans/"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, *arguments, **options)
-
-    (made / "plans").mkdir()
-    monkeypatch.setattr("os.stat", refuse)
-    (rows,) = opened(made, cache, packing="best_fit").train
-    assert len(rows) > 3 and len(list((cache / "plans").iterdir())) == 2
-
-
 def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_reported(prepared, cache, capfd):
     opened(f"0.5:{prepared}/made,0.5:{prepared}/../{prepared.name}/made", cache)
     assert not capfd.readouterr().err
@@ -138,18 +123,6 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
     assert len(set(prints)) == 4
 
 
-def test_raw_text_is_prepared_in_a_terminal_too(raw, cache):
-    """There, the training of a tokenizer prints to the standard output."""
-    (reader, terminal), stderr = pty.openpty(), os.dup(2)
-    os.dup2(terminal, 2)
-    try:
-        assert opened(raw, cache).fingerprint
-    finally:
-        os.dup2(stderr, 2)
-        for end in (reader, terminal, stderr):
-            os.close(end)
-
-
 def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
     os.mkfifo(tmp_path / "stdin")
@@ -173,15 +146,6 @@ def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.1)
     os.close(stdin)
-
-
-def test_an_error_in_the_preparation_is_the_run_s_own_with_its_traceback(raw, cache, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(cache))
-    cache.mkdir()
-    (cache / "sitecustomize.py").write_text("import pathlib; pathlib.Path.mkdir = lambda *_, **__: 1 / 0")
-    with pytest.raises(ZeroDivisionError) as error:
-        opened(raw, cache)
-    assert "data/prepare/preparation.py" in error.value.__notes__[0]
 
 
 # Shards of other programs: a header and uint16, byte by byte. The first document starts in an earlier shard.

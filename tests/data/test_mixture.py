@@ -93,9 +93,3 @@ def test_rows_are_one_sequence_s_for_any_size_of_a_step():
     first, last = ([row for part, row in expected if part == i] for i in (0, 2))  # epochs continue across stages
     assert sorted(first[:83]) == list(range(83))  # 90% of 101 rows, and the next stage
     assert sorted(last[:47]) == sorted(last[47:94]) == list(range(47)) and last[:47] != last[47:94]
-
-
-def test_stages_may_start_between_rows_and_after_a_million_rows():
-    mixture = Mixture([stage(0, "1", "0"), stage(5, "0.5", "0.5"), stage(6, "0", "1")], LENGTH)
-    assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert mixture[10**12] == (1, 10**12 - 2)

@@ -1,7 +1,6 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -94,16 +93,6 @@ def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
             left.append(length - size)
     _, rows = packed(sizes, length)
     assert sorted(length - int(rows[i]["weights"].sum()) for i in range(len(rows))) == sorted(left)
-
-
-def test_a_plan_that_is_interrupted_leaves_nothing(tmp_path):
-    def stretches():
-        yield plan_rows("whole", np.array([0, 3]), 6, 8)
-        raise SystemExit(143)
-
-    with pytest.raises(SystemExit):
-        save_plan(stretches(), tmp_path / "plan")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):

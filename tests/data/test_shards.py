@@ -62,12 +62,8 @@ def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
     ("content", "message"),
     [
         (llm_c_bytes([1, 2, 3])[:-1], "damaged"),
-        (llm_c_bytes([1, 2, 3]) + b"\0\0", "damaged"),
-        (llm_c_bytes([1, 2, 3])[:600], "damaged"),
-        (llm_c_bytes([1, 2, 3], count=-3), "damaged"),
         (llm_c_bytes([1, 2, 3], version=3), r"not a token shard of a known version.*\[20240520, 3, 3\]"),
         (np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(), "little-endian"),
-        (b"", "not a token shard"),
         (b"plain text", "not a token shard"),
         (None, "cannot be read: No such file"),
     ],
@@ -108,7 +104,7 @@ def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
     assert (opened(shard)[sound] == TOKENS[sound]).all()
 
 
-@pytest.mark.parametrize("cut", [0, 31, 76, 96, -1])
+@pytest.mark.parametrize("cut", [31, -1])
 def test_a_damaged_sidecar_is_named(shard, cut):
     sidecar = shard.with_suffix(".blocks")
     sidecar.write_bytes(sidecar.read_bytes()[:cut])
@@ -147,14 +143,6 @@ def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monk
     read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(read, numbers))
-
-
-def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
-    for name, tokens in (("y", TOKENS[:10]), ("z", TOKENS[::-1])):
-        write_shard(tmp_path / f"{name}.bin", tokens, 60_000 if shard.stat().st_size < 300_000 else 70_000)
-        shutil.copy(tmp_path / "x.blocks", tmp_path / f"{name}.blocks")
-        with pytest.raises(UserError, match=rf"{name}\.bin is damaged"):
-            _ = opened(tmp_path / f"{name}.bin")[:]
 
 
 def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):

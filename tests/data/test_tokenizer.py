@@ -151,19 +151,6 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
         load_tokenizer(path)
 
 
-def test_training_on_pieces_of_ordinary_length_is_the_librarys_to_the_byte():
-    line = "ordinary text, with numbers 1234 and_names, Größe 日本語。 " * 3 + "\n"
-    some = [line * 50, " " * 4000 + "x" * 4000 + "=" * 4000, "\n".join(word * 9 for word in line.split())]
-    alphabet, known = pre_tokenizers.ByteLevel.alphabet(), TOKENIZER.library
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer, library.decoder = known.pre_tokenizer, known.decoder
-    library.train_from_iterator(some, trainer)
-    assert train_tokenizer(some, 330).json == library.to_str()
-
-
 def test_an_unbroken_run_is_learned_from_in_parts():
     """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
     assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 4096

@@ -14,7 +14,7 @@ from configs.schema import UserError
 from evaluate import evaluate_core
 from evaluation.core import KINDS, READS, Core, Task, encode, figures, judge, read_bundle
 from evaluation.results import AT_A_TIME, ItemLog
-from evaluation.scorer import Scores, by_shape, chunk_of, size_down, size_up, tokens_of
+from evaluation.scorer import Scores, by_shape, chunk_of, tokens_of
 from tests.evaluation.core_bundle import LONGEST, TASKS, make_bundle, network, tokenizer
 
 LABELS = [label for label, *_ in TASKS]
@@ -58,21 +58,16 @@ def test_truncated_items_equal_nanochat_s_for_a_network_with_a_limit(bundle):
 
 
 @pytest.mark.slow
-def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle):
+def test_every_item_equals_nanochat_s_core_eval_on_a_mesh_of_all_axes(bundle):
     """Compare items with and without shots, with a shared prefix, and with prompts longer than the row."""
-    one, eight, tasks = lines_on(bundle), lines_on(bundle, 8), read_bundle(str(bundle), None)
+    lines, tasks = lines_on(bundle, 8), read_bundle(str(bundle), None)
     long = next(task for task in tasks if task.label == "long_schema")
     lengths = [max(map(len, question.rows)) for question in encode(long, range(24), tokenizer(), READS * LONGEST)]
     assert min(lengths) < LONGEST < max(lengths) - 20 and {task.kind for task in tasks} == set(KINDS)
-    assert len(one) == len(eight) == sum(len(NANOCHAT_S[label]) for label in LABELS)
-    for lines in (one, eight):
-        require_equal(lines, NANOCHAT_S, tasks)
+    assert len(lines) == sum(len(NANOCHAT_S[label]) for label in LABELS)
+    require_equal(lines, NANOCHAT_S, tasks)
     assert all(0 < sum(item["correct"] for item in NANOCHAT_S[label]) < len(NANOCHAT_S[label]) for label in LABELS)
-    for ours, theirs in zip(one, eight):
-        losses, others = (np.array(line["losses"], np.float64) for line in (ours, theirs))
-        np.testing.assert_allclose(losses, others, atol=5e-5)
-        assert ours["correct"] == theirs["correct"] or ours["tie"]
-    alike = [line for line in one if line["task"] == "choices" and line["losses"].count(None) == 0]
+    alike = [line for line in lines if line["task"] == "choices" and line["losses"].count(None) == 0]
     ties = [line for line in alike if len(set(line["losses"])) < 4]
     assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # the two best are equal
 
@@ -99,13 +94,6 @@ def test_an_option_without_its_own_token_is_chosen_only_if_first(bundle):
     choice = answer((5, 6), (5, 6))
     assert choice["choice"] == 1 and choice["margin"] == 1 and choice["unscored"] == 0
     assert answer((5, 5), (5, 6))["losses"] == [None, 2] and answer((5, 5), (5, 6))["unscored"] == 1
-
-
-def test_scoring_starts_at_the_first_token_that_differs():
-    task = Task("a", "language_modeling", 0, "", 0.0, [{"context": "pos", "continuation": "ition"}] * 2)
-    (question,) = encode(task, [0], tokenizer(), LONGEST)
-    start, end = question.spans[0]
-    assert 1 <= start < end == len(question.rows[0])
 
 
 def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
@@ -147,14 +135,6 @@ def test_an_unwritable_folder_and_a_damaged_log_have_different_errors(tmp_path):
         ItemLog(tmp_path / "file", {})
 
 
-def test_sizes_are_few_and_fit():
-    for length in range(1, 3000):
-        assert length <= size_up(length) <= max(length + 7, 1.125 * length)
-        assert size_down(length) <= length and (length - size_down(length) < max(8, length / 8) or length < 16)
-    sizes = {size_up(length) for length in range(1, 2049)}
-    assert len(sizes) == 48 and {size_down(length) for length in range(2048)} <= sizes | {0}
-
-
 def test_shapes_are_few_and_each_question_fits_in_its_own(bundle):
     """A prefix is shared up to the token before the answers."""
     shapes, computed, tasks = set(), {}, read_bundle(str(bundle), None)
@@ -184,11 +164,7 @@ CHOICES = "eval_data/some/choices.jsonl"
     ("file", "content", "message"),
     [
         ("core.yaml", "tasks: [1", "core.yaml or eval_meta_data.csv is damaged"),
-        ("core.yaml", ("type: schema", "type: guessing"), "is of kind guessing"),
-        ("core.yaml", ("label: long_schema", "label: schema"), "or one twice"),
-        ("eval_meta_data.csv", "Eval Task,Random baseline\n", "eval_meta_data.csv is damaged: KeyError"),
         ("eval_data/some/schema.jsonl", None, "schema.jsonl cannot be read"),
-        (CHOICES, "no JSON\n", "choices.jsonl, item 1: not one"),
         (CHOICES, ITEM + '{"query": "a", "choices": [], "gold": 0}', "choices.jsonl, item 2: not one"),
         (CHOICES, ITEM, "has a standard error, so it needs 2 items at least; .*choices.jsonl has 1$"),
     ],
@@ -198,7 +174,7 @@ def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content,
     if content is None:
         path.unlink()
     else:
-        path.write_text(path.read_text().replace(*content) if isinstance(content, tuple) else content)
+        path.write_text(content)
     with pytest.raises(UserError, match=message):
         read_bundle(str(tmp_path / "bundle"), None)
 

@@ -60,6 +60,7 @@ def test_parameters_divided_by_tensor_are_never_gathered():
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(arguments, rel=0.01)
 
 
+@pytest.mark.medium
 def test_on_a_tpu_slice_fsdp_gathers_one_matrix_at_a_time():
     pytest.importorskip("libtpu")
     config = ModelConfig(depth=2, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=512)

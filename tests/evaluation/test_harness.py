@@ -106,16 +106,13 @@ def test_answers_in_conversations_equal_the_harness_own_model_s_with_the_templat
     write_hf(tmp_path / "out", [arrays_of(weights)], config, tokenizer())
     theirs = HFLM(pretrained=str(tmp_path / "out"), trust_remote_code=True, device="cpu", batch_size=4)
     tasks = {name: loaded["tasks"][name] for name in ("tiny_choices", "tiny_writing")}
-    asking, lengths = {"apply_chat_template": True, "system_instruction": "be brief"}, set()
-    for prefix in ("or", None):
-        for task in tasks.values():
-            task.config.gen_prefix = prefix
-        own, other = (answers_of(model, tasks, asking) for model in (ours, theirs))
-        for (one, greedy), (two, too) in zip(own["tiny_choices"], other["tiny_choices"], strict=True):
-            assert one == pytest.approx(two, abs=1e-4) and greedy == too
-        assert own["tiny_writing"] == other["tiny_writing"]
-        lengths |= {len(ids) for ids in tokenizer().encode(own["tiny_writing"])}
-    assert min(lengths) < 10 < max(lengths)
+    asking = {"apply_chat_template": True, "system_instruction": "be brief"}
+    for task in tasks.values():
+        task.config.gen_prefix = "or"
+    own, other = (answers_of(model, tasks, asking) for model in (ours, theirs))
+    for (one, greedy), (two, too) in zip(own["tiny_choices"], other["tiny_choices"], strict=True):
+        assert one == pytest.approx(two, abs=1e-4) and greedy == too
+    assert own["tiny_writing"] == other["tiny_writing"]
     with pytest.raises(UserError, match="is no conversation: no message of a user"):
         ours.apply_chat_template([])
 
@@ -131,14 +128,6 @@ def test_a_task_that_runs_code_needs_its_switch(tmp_path, monkeypatch):
     ours.generate_until = lambda requests: ["x" for _ in requests]
     results = evaluate_tasks(ours, only, None, tmp_path / "out", {"confirm_run_unsafe_code": True})
     assert "exact_match" in results["tasks"]["tiny_writing"]
-
-
-@pytest.mark.slow
-def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
-    ours = answering(8)
-    for kind, of_kind in requests.items():
-        for one, other in zip(answered[0][kind], getattr(ours, kind)(of_kind), strict=True):
-            assert one == other if kind == "generate_until" else one == pytest.approx(other, abs=1e-3)
 
 
 def test_figures_have_errors_and_a_line_for_each_item(loaded, tmp_path, monkeypatch):

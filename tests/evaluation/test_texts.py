@@ -70,12 +70,6 @@ def test_a_document_s_bits_are_those_of_its_tokens_in_rows_of_their_own(lines):
         assert len(ids) > LENGTH or sum(line["bytes_by_octave"]) == line["bytes"]
 
 
-@pytest.mark.slow
-def test_a_mesh_gives_the_bits_of_one_device(lines):
-    for one, other in zip(lines, measured(8), strict=True):
-        assert one["bits"] == pytest.approx(other["bits"], rel=1e-5)
-
-
 def test_figures_of_sources_sizes_and_positions(lines):
     result = figures(SOURCES, lines)
     a, b = (result["sources"][name]["bits_per_byte"] for name in "ab")

@@ -9,9 +9,7 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from model.attention import has_value_embedding
 from model.gpt import GPT, flops_per_token, parameter_counts
-from model.kernels import window_of
 from model.loss import loss_sums, softcap
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
@@ -78,25 +76,6 @@ def test_the_initial_parameters_are_nanochats():
     assert np.std(attention["value_embedding"]["table"]) == pytest.approx(width**-0.5, rel=0.02)
     for gate in (attention["value_gate"]["kernel"], params["smear_gate"]["kernel"]):
         assert 0 <= np.min(gate) < 0.005 and 0.015 < np.max(gate) <= 0.02
-
-
-def test_which_blocks_have_which_window_and_value_embeddings():
-    windows = lambda depth, pattern: [
-        window_of(replace(TINY, depth=depth, window_pattern=pattern, short_window=5), layer) for layer in range(depth)
-    ]
-    assert windows(6, "SSSL") == [5, 5, 5, None, 5, None]
-    assert windows(3, "L") == [None] * 3 and windows(2, "S") == [5, None]
-    for depth, expected in [(4, [1, 3]), (5, [0, 2, 4])]:
-        config = replace(TINY, depth=depth, value_embeddings=True)
-        assert [layer for layer in range(depth) if has_value_embedding(config, layer)] == expected
-
-
-def test_activations_are_in_the_compute_type_and_close():
-    exact, _ = build()
-    model, _ = build(dtype="bfloat16")
-    logits, _ = model(TOKENS)
-    assert logits.dtype == jnp.bfloat16
-    np.testing.assert_allclose(softcap(logits, 15.0), softcap(exact(TOKENS)[0], 15.0), atol=0.3)
 
 
 def test_a_bound_smear_does_not_cross_documents():

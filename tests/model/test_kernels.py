@@ -1,8 +1,6 @@
 """Test which kernel attention takes, and compare the TPU's, interpreted, with XLA's attention: values and gradients.
 (tests/tools/programs/test_hlo_collectives.py compiles it for TPUs.)"""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,10 +36,10 @@ def test_which_kernel(expected, platform, capability, dtype, length, head_dim, d
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("kv_heads", "window", "documents", "length", "head_dim"),
-    [(1, 64, True, 256, 128), (2, None, False, 256, 64), (1, None, True, 1280, 64), (1, 130, False, 2176, 128)],
+    [(2, 64, True, 256, 128), (1, None, True, 1280, 64)],
 )
 def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
-    """Use rows of one block, of five, and of 17."""
+    """Use rows of one block, and of five."""
     generator = np.random.default_rng(0)
     random = lambda heads: jnp.asarray(generator.standard_normal((1, length, heads, head_dim)), jnp.float32)
     q, k, v, weights = random(2) * head_dim**-0.5, random(kv_heads), random(kv_heads), random(2)
@@ -103,8 +101,6 @@ def needed(length, window, block):
         (1280, None, 15),
         (2176, 130, 48),
         (384, 100, 1),
-        (8192, 2048, 70),
-        pytest.param(32768, 8192, 952, marks=pytest.mark.slow),
     ],
 )
 def test_each_kernel_visits_the_blocks_that_the_mask_needs(length, window, blocks):
@@ -113,20 +109,3 @@ def test_each_kernel_visits_the_blocks_that_the_mask_needs(length, window, block
     kernel = of_one_key_head(length, 1, window, interpret=True)
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     assert [int(np.count_nonzero(info.block_mask)) for info in infos] == 3 * [blocks]
-
-
-def test_on_a_gpu_cudnn_reads_and_writes_heads_in_place(monkeypatch):
-    """Lower for CUDA without a GPU. Keys are not repeated, and arrays are transposed only in name: cuDNN writes its
-    results in the memory order of their transposition."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)
-    monkeypatch.setattr("model.attention.platform", lambda: "cuda")
-    q, kv = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (6, 2))
-    loss = lambda q, k, v: jnp.sum(attend(q, k, v, window=64).astype(jnp.float32))
-    program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
-    calls = re.findall(r"%(\d+):\d+ = stablehlo.custom_call @__cudnn\$fmha\w+\((.*?)\).*", program)
-    assert len(calls) == 2
-    for result, operand in re.findall(r"%(\d+) = stablehlo.transpose %(\w+)", program):
-        assert operand in {call for call, _ in calls}, f"%{result} is a transposition of %{operand}"
-    assert program.count("result_layouts = [dense<[3, 1, 2, 0]>") == 2
-    for _, operands in calls:
-        assert operands.startswith("%arg0, %arg1, %arg2")

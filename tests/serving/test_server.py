@@ -256,11 +256,6 @@ def test_a_failure_of_the_engine_reaches_the_client_and_ends_the_server():
         ask(client)
 
 
-def test_two_servers_that_start_together_have_no_common_port():
-    with listener("127.0.0.1", 0) as bound, pytest.raises(UserError, match="no server can listen there"):
-        listener("127.0.0.1", bound.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[openai.OpenAI]:
     with served(FakeEngine(echo)) as client:
@@ -271,12 +266,9 @@ def refusing() -> Iterator[openai.OpenAI]:
     "body, param, words",
     [
         ({"temperature": 3}, "temperature", "<= 2"),
-        ({"n": 2}, "n", "n is not supported by this server; give 1 or leave it out"),
-        ({"tools": [{}]}, "tools", "give [] or leave it out"),
-        ({"colour": "red"}, "colour", "colour is not supported by this server; leave it out"),
-        ({"messages": [*HELLO, *HELLO]}, "messages", "has, after the user's, another message of user"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages", "the last one is the assistant's"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "has no text"),
+        ({"n": 2}, "n", "n is not supported"),
+        ({"colour": "red"}, "colour", "colour is not supported"),
+        ({"messages": [*HELLO, *HELLO]}, "messages", "another message of user"),
         ({"messages": [{"role": "user", "content": "w" * 196}]}, "messages", "have 200 tokens"),
         ({"model": "gpt-4"}, "model", "this server answers with 'tiny'"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None, "no JSON object"),

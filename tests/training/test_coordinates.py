@@ -107,9 +107,3 @@ def test_sizes_scale_with_the_width_as_documented():
     assert not wrong(small, sizes_of(256, 2), 4, WIDTH)
     moved = 0.02 * sum(range(1, STEPS + 1)) / 40
     assert all(0.9 < small[NORM, name] / moved < 2.6 for name in MUON), small
-
-
-@pytest.mark.slow
-def test_sizes_do_not_depend_on_the_depth():
-    expected = dict.fromkeys(WIDTH.keys() - {(INITIAL, "blocks")}, 0.0)
-    assert not wrong(sizes_of(64, 2), sizes_of(64, 8), 4, expected)

@@ -13,10 +13,9 @@ from flax import nnx
 from configs.schema import Config, GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
-from tools.programs.compiled import collectives
 from training.diagnostics import signal_and_noise
 from training.layout import Place
-from training.mesh import parameter_places, resized, sizes_of
+from training.mesh import parameter_places, resized
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
 from training.state import TrainState, split_model, stored_as
@@ -182,14 +181,3 @@ def test_the_estimates_are_right_on_average():
             error = np.std(mean[:, leaf]) / np.sqrt(len(mean))
             assert abs(np.mean(mean[:, leaf]) - known) < 4 * error, leaf
             assert error < 0.05 * known  # small enough to expose a wrong estimate
-
-
-@pytest.mark.medium
-def test_scalars_alone_cross_the_mesh_once_after_the_scan():
-    built = built_on(config_on((2, 2, 2)), 8)
-    compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
-    shape = sizes_of(built.mesh)
-    plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))
-    size = lambda ops, in_loop: sum(c.times * c.bytes_each for c in ops if c.in_loop == in_loop)
-    assert size(measuring, True) == size(plain, True)
-    assert 0 < size(measuring, False) - size(plain, False) < 8192

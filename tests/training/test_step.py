@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import MatricesConfig, MeshConfig, MuonConfig, ScheduleConfig, with_options
+from configs.schema import MatricesConfig, MeshConfig, MuonConfig, with_options
 from model.gpt import parameter_shapes
 from tests import reference
 from tests.helpers import ALL_FEATURES, OPTIMIZER, built_on, distance, random_rows, run_steps, start_params, tiny_config
@@ -79,13 +79,15 @@ def test_every_split_and_mesh_gives_the_reference_update():
 
 
 FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8]
+ALL_FEATURES_ON = ((1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
 
 
 @pytest.mark.slow
-def test_every_mesh_of_eight_gives_the_update_of_one():
+def test_every_other_mesh_of_eight_gives_the_update_of_one():
     """Take four steps through micro-batches, in float32."""
     config = tiny_config(depth=1, heads=8, kv_heads=8, head_dim=8)
-    assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
+    others = {*FACTORIZATIONS} - {sizes for _, sizes in ALL_FEATURES_ON}
+    assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in others])
 
 
 @pytest.mark.parametrize(("rows", "length", "kv_heads", "part"), [(6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format)
@@ -157,8 +159,7 @@ def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, device
 def test_all_features_give_the_reference_update_for_every_split_and_mesh():
     """With four devices along `tensor` two share a key head: each computes a part, and its gradient is summed once."""
     config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 3})
-    sizes = ((1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
-    assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
+    assert_same_steps(config, [on_mesh(config, *size) for size in ALL_FEATURES_ON], reference.train)
 
 
 @pytest.mark.medium
@@ -173,30 +174,3 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
     assert sum(stored[name] != shape for name, shape in shapes.items()) > len(shapes) / 2
     rows = [random_rows(config, step, weights("lengths", 12, 16, step)) for step in range(3)]
     assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
-
-
-def conversation_rows(seed: int, kind: str) -> dict:
-    """Return 16 rows of two conversations each, with answers of 1 to 5 tokens that count; with "no answer", none."""
-    generator = np.random.default_rng(seed)
-    segments, answers = np.zeros((16, 16), np.int32), np.zeros((16, 16), np.float32)
-    for row in range(16 if kind == "all rows" else 4):  # with "one micro-batch", only the first four rows have any
-        border = generator.integers(6, 11)
-        segments[row, border:] = 1
-        for end in (border, 16):
-            answers[row, end - generator.integers(1, 6) : end] = kind != "no answer"
-    return random_rows(tiny_config(), seed, answers) | {"segment_ids": segments}
-
-
-@pytest.mark.medium
-def test_conversations_give_muon_s_update_whatever_the_split_and_a_step_without_answers_changes_nothing():
-    config = tiny_config(heads=4, kv_heads=4)
-    config = replace(config, optimizer=replace(MUON, schedule=ScheduleConfig("constant")))
-    rows = [conversation_rows(step, kind) for step, kind in enumerate(("all rows", "one micro-batch", "no answer"))]
-    whole, metrics = run_steps(config, rows)
-    assert [m["skipped_steps"] for m in metrics] == [0, 0, 1] and metrics[2]["valid_tokens"] == 0
-    assert distance(run_steps(config, rows[:2])[0], whole) == 0
-    for size in ((4, ONE), (2, (2, 2, 2))):
-        divided, devices = on_mesh(config, *size)
-        params, parts = run_steps(divided, rows, devices)
-        assert distance(params, whole) < 1e-6, size
-        np.testing.assert_allclose([m["loss"] for m in parts], [m["loss"] for m in metrics], rtol=1e-6)

@@ -4,15 +4,12 @@ import logging
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import plain
 from configs.schema import Config, MeshConfig, with_options
-from evaluation.evaluator import make_generate
 from model.gpt import parameter_counts
-from tests.helpers import ALL_FEATURES, built_on, distance, initial_state, placed, random_rows, run_steps, tiny_config
+from tests.helpers import built_on, distance, initial_state, placed, random_rows, run_steps, tiny_config
 from tools.programs.compiled import compile_step
 from training.state import stored_as
 
@@ -30,15 +27,8 @@ def temporaries(config: Config, devices: int) -> int:
 
 
 @pytest.mark.medium
-def test_memory_of_the_plain_config():
-    """Measured when written: 324 MiB (attention's scores are stored once, logits in quarters)."""
-    assert temporaries(plain.get_config(), 1) < 340 * 2**20
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("devices", [1, 8])
-def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
-    one, two, many = (memory(k, devices=devices) for k in (1, 2, 32))
+def test_memory_does_not_grow_with_the_number_of_micro_batches():
+    one, two, many = (memory(k, devices=8) for k in (1, 2, 32))
     assert many == pytest.approx(two, rel=0.02)
     accumulator = 4 * sum(parameter_counts(tiny_config(**SIZES).model).values())
     # XLA on CPU also hoists a transposed copy of the head out of the loop, which K = 1 lacks.
@@ -112,22 +102,3 @@ def test_the_state_keeps_its_sharding(mesh):
     for _ in range(2):
         state, _ = compiled(state, batch)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
-
-
-@pytest.mark.medium
-def test_every_program_of_depth_48_is_traced():
-    """Trace without compilation or arrays. Its parameter counts exceed 32 bits."""
-    sizes = {"depth": 48, "width": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128, "vocab_size": 32768}
-    config = tiny_config(8, 1, 128, **ALL_FEATURES | sizes | {"dtype": "auto"})
-    built = built_on(replace(config, mesh=MeshConfig(data=4, fsdp=2)), 8)
-    state, batch = built.abstract_state, built.abstract_batch()
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 2**31
-    _, metrics = jax.eval_shape(built.train_step, state, batch)
-    _, measured = jax.eval_shape(built.measuring_step, state, batch)
-    assert measured.keys() - metrics.keys() == {"diagnostics"}
-    losses, tokens = jax.eval_shape(built.eval_step, state.params, batch)
-    assert (losses.dtype, tokens.dtype) == (jnp.float32, jnp.int32)
-    prompts, numbers = jax.ShapeDtypeStruct((2, 24), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    generate = make_generate(built.config.model, built.dtype, built.mesh)
-    options = {"prefill": 8, "temperature": 0.8, "top_k": 50}
-    assert generate.eval_shape(state.params, prompts, numbers, numbers, **options).shape == prompts.shape
