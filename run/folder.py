@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -25,7 +26,16 @@ from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.runtime import on_first_process, versions
 from run.checkpoint import finished_steps, read_facts
-from run.record import Events, fetch_locally, fetch_record, local_path, read_metrics, saved_up_to, storage_path
+from run.record import (
+    Events,
+    fetch_locally,
+    fetch_record,
+    in_bucket,
+    local_path,
+    read_metrics,
+    saved_up_to,
+    storage_path,
+)
 from training.mesh import islands
 
 T = TypeVar("T")
@@ -33,7 +43,7 @@ LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS s
 
 
 class RunLock:
-    """The lock of the process that writes to a run's folder, which it has inside `with`. The system releases it when the
+    """The lock of the process that writes to a run's folder, taken inside `with`. The system releases it when the
     process ends, however. A run in a bucket has none. Every process enters; the first one takes the lock."""
 
     def __init__(self, run_dir: str | Path):
@@ -45,14 +55,10 @@ class RunLock:
         """Folders that did not exist, the run's own first."""
 
     def __enter__(self) -> "RunLock":
-        """Take the lock, and fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
+        """Take the lock, or fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
         if the folder cannot be written."""
-
-        def take() -> None:
-            self._take()
-            fetch_record(self.run_dir)
-
-        on_first_process(lambda: _writing(self.run_dir, take))
+        begin = partial(fetch_record, self.run_dir) if in_bucket(self.run_dir) else self._take
+        on_first_process(lambda: _writing(self.run_dir, begin))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

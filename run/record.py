@@ -173,7 +173,7 @@ def upload(run_dir: str | Path) -> None:
         with suppress(FileNotFoundError):
             about = path.stat()
             present[path] = (about.st_size, about.st_mtime_ns)
-            if present[path] != UPLOADED.get(path) and path.name != "lock":
+            if present[path] != UPLOADED.get(path):
                 (target / path.relative_to(local)).write_bytes(path.read_bytes())
                 UPLOADED[path] = present[path]
     for path in [path for path in UPLOADED if path.is_relative_to(local) and path not in present]:

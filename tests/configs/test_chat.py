@@ -83,5 +83,5 @@ def test_without_a_network_it_says_what_is_missing(words, says):
 
 def test_an_error_of_the_disk_that_passes_is_retried(monkeypatch):
     looks = Mock(side_effect=[OSError(errno.EIO, "Input/output error"), []])
-    monkeypatch.setattr("interchange.base.whole_steps", looks)
+    monkeypatch.setattr("interchange.base.finished_steps", looks)
     assert begun_run(BASE) is None and looks.call_count == 2

@@ -14,10 +14,8 @@ CONFIG = f"--config={Path(__file__).parents[2]}/configs/small.py"
 @pytest.mark.parametrize(
     ("command", "words", "option"),
     [
-        ("train", [CONFIG], "--run_dir=gs://bucket/x"),
+        ("train", [CONFIG], "--run_dir=s3://bucket/x"),
         ("train", [CONFIG], "--init_from=s3://bucket/x"),
-        ("train", [CONFIG], "--checkpoint.folder=s3://bucket/x"),
-        ("train", [CONFIG], "--eval.bundle=gs://bucket/x"),
         ("sample", [], "--run_dir=s3://bucket/x"),
         ("evaluate", [], "--against=s3://bucket/x"),
         ("export", ["--run_dir=x"], "--out=gs://bucket/x"),

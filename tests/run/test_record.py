@@ -78,7 +78,7 @@ def run_dir() -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     UPLOADED.clear()
     fetch_locally.cache_clear()
-    for name in (*FILES, "tensorboard/events.1", "tensorboard/hparams/events.2", "lock", "config.json.partial"):
+    for name in (*FILES, "tensorboard/events.1", "tensorboard/hparams/events.2", "config.json.partial"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"of {name}")
     return folder
