@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from configs.command_line import Exit, exit_code_of, parse
 from configs.schema import Config, NotNegative, Share, UserError, with_options
 from configs.validation import require_steps, validate
-from hosts.machines import GIB, HEADROOM, Topology, machines, name_of
+from hosts.machines import GIB, HEADROOM, Machine, Topology, machines, name_of
 from model.gpt import flops_per_token
 from tools.programs.topologies import devices_of, known_topology
 
@@ -26,9 +26,13 @@ wait for the end of the backward pass, which takes other memory."""
 ROWS = (4, 8)
 """Rows of a device of these programs."""
 MICRO_BATCHES = 2
-"""Micro-batches of these programs. With one, the compiler would leave no loop."""
+"""Micro-batches of these programs. With one, the compiler leaves no loop, and a TPU's program takes more memory. So a
+plan has at least two, unless the config asks for one or a device has one row a step."""
 FSDP = (1, 4, 16)
 """Sizes of `fsdp` that are tried, besides the config's: up to half of a slice or node."""
+XLA_GPU_SHARE = 0.76
+"""Share of a GPU's memory from which on XLA recomputes activations: 95% of 80%, as GetSchedulerMemoryLimit of
+gpu_hlo_schedule.cc has it for arguments that are small."""
 MFU_SOURCE = "measured on one H100 at depth 12: 49% plain, 38% with all options; nothing else was measured"
 
 
@@ -74,8 +78,16 @@ def meshes(config: Config, topology: Topology) -> list[Config]:
     return found
 
 
+def memory_limit(machine: Machine) -> float:
+    """Return the bytes of a device that a program may ask for. On a GPU it stays below XLA's own limit: beyond it XLA
+    recomputes activations, and memory no longer grows with the rows."""
+    limit = HEADROOM * machine.for_programs
+    return min(limit, XLA_GPU_SHARE * machine.memory) if machine.gpu else limit
+
+
 def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
-    """Return the plan of one mesh: the most rows that fit `limit` bytes, or the least if none does."""
+    """Return the plan of one mesh: the most rows of at least two micro-batches that fit `limit` bytes, or the least if
+    none does."""
     from tools.programs.compiled import collectives, compile_step
     from training.build import build
     from training.memory import line, program_bytes, row_counts, stored_bytes
@@ -86,6 +98,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     stored, sizes = stored_bytes(whole), sizes_of(whole.mesh)
     replicas = sizes["data"] * sizes["fsdp"]
     counts = row_counts(whole) if config.batch.rows_per_device == "auto" else [config.batch.rows]
+    counts = counts[1:] or counts  # the most rows make one micro-batch, which the programs below do not describe
     added: dict[int, dict[int, float]] = defaultdict(dict)
     once: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     looped: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -187,7 +200,7 @@ def plan(config: Config, arguments: Arguments) -> int:
     from training.memory import SMALLER
     from training.state import compute_dtype
 
-    limit = HEADROOM * machines()[topology.kind].for_programs
+    limit = memory_limit(machines()[topology.kind])
     plans = [plan_mesh(each, devices, limit) for each in meshes(config, topology)]
     if not any(each.fits for each in plans):
         smaller = with_options(config, SMALLER)
