@@ -11,16 +11,15 @@ SHORT |= {"Config(every_steps=20": "Config(every_steps=10, keep_every=50"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "faults"), [(1, 5), (2, 5)])
-def test_faults_change_nothing(tmp_path, monkeypatch, capfd, processes, faults):
-    """Kill one process five times. With several processes, inject each kind of fault once."""
+def test_faults_change_nothing(tmp_path, monkeypatch, capfd):
+    """Inject each kind of fault once into two processes. (tests/test_train.py kills one process.)"""
     config = CONFIG.replace('"text"', f'"{ROOT}/configs"')
     for long, short in SHORT.items():
         config = config.replace(long, short)
     (tmp_path / "tiny.py").write_text(config)
-    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", f"--faults={faults}", "--options=")
+    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", "--faults=5", "--options=")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setattr(sys, "argv", ["bench.chaos", *options, f"--processes={processes}"])
+    monkeypatch.setattr(sys, "argv", ["bench.chaos", *options, "--processes=2"])
     assert bench.chaos.main() == 0, capfd.readouterr()
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert result["faults"] == faults and result["differ"] == []
+    assert result["faults"] == 5 and result["differ"] == []
