@@ -9,10 +9,9 @@ from typing import Any
 import jax
 
 from configs.command_line import Exit, parse
-from configs.messages import LOGGER, outlive_the_log
+from configs.messages import LOGGER, ignore_output_errors
 from configs.schema import Config, NotNegative, Positive
 from data.loader import train_batches
-from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop, limited
 from run import hooks, session
@@ -51,7 +50,7 @@ def take_steps(
     up. `start(begins)` returns the run's progress, programs and next batches, after `begins` or the newest checkpoint.
     `go_back` records a lack of memory and returns `begins`, or raises another error of the devices."""
     run, programs, batches = start(None)
-    with ExitStack() as opened, stop.heeded():
+    with ExitStack() as opened, stop.deferred_signals():
         begin_all(hook_list, run, opened)
         try:
             while not run.is_last:
@@ -69,7 +68,7 @@ def take_steps(
                         hook.after_step(run, metrics, due)
                 except jax.errors.JaxRuntimeError as reason:
                     opened.close()
-                    with stop.unheeded():
+                    with stop.immediate_signals():
                         begins = go_back(run, reason)
                         if run.stopping:
                             return run, ""  # nothing to save: the newest checkpoint is of this step
@@ -92,10 +91,10 @@ def begin_all(hook_list: Sequence[Hook], run: Progress, opened: ExitStack) -> No
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
 
-def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock, record: Record, stop: Stop) -> Exit:
+def train(config: Config, arguments: Arguments, lock: RunLock, record: Record, stop: Stop) -> Exit:
     """Train, or resume training, until `config.steps`."""
     times = Times()
-    session.check_processes(config, cluster)
+    session.check_processes(config)
 
     # The network, its text, its record and its checkpoints.
     fitting = Fitting(config, arguments.memory)
@@ -154,12 +153,12 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    outlive_the_log("stdout")  # its messages; the results are in the run's folder
+    ignore_output_errors("stdout")  # its messages; the results are in the run's folder
     record = Record(config.run_dir, config.checkpoint.folder)
     with RunLock(config.run_dir) as lock, Stop() as stop:
-        cluster = start_jax()
+        start_jax()
         with tell_of_failure(config, record):
-            return train(config, cluster, arguments, lock, record, stop)
+            return train(config, arguments, lock, record, stop)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
+from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
     GIB,
     HEADROOM,
@@ -36,7 +37,6 @@ from hosts.machines import (
     machines,
     name_of,
 )
-from hosts.runtime import highest, on_first_process
 from run.programs import TrainSteps, compile_train_steps, describe
 from run.progress import Progress
 from run.record import Events
@@ -71,7 +71,7 @@ class Fitting:
             return
         devices, here = jax.devices(), jax.local_devices()
         topology = topology_of(devices)
-        self.limit = HEADROOM * -highest(-(int(gib * GIB) or device_limit(here[0], len(here))))
+        self.limit = HEADROOM * -max_over_processes(-(int(gib * GIB) or device_limit(here[0], len(here))))
         """The bytes that may be taken of any device."""
         self.levels = levels_of(asked, topology.inside)
         sizes = {name: value for name, value in options(asked).items() if name.startswith(DECIDE)}
@@ -171,7 +171,7 @@ class Fitting:
                 raise
             used = re.search(r"Used ([\d.]+)G of", str(error))
             step = float(used[1]) * GIB if used else REFUSED * self.limit
-        return steps, highest(int(step)) + stored_bytes(built)["held-out rows"]
+        return steps, max_over_processes(int(step)) + stored_bytes(built)["held-out rows"]
 
     def _read(self) -> Choice:
         """Return the newest choice for such devices and sizes: the run's own, or else another run's."""

@@ -155,8 +155,8 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         write_record(record, first, saved["dataset"], [], saved.get("run_id", ""))
         LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
-        # A start that ended while it claimed the folder may leave these, and a preflight its file.
-        harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
+        # A start that ended while it claimed the folder may leave these.
+        harmless = {*MADE, f"{record.name}.partial", "on_event.log"}
         harmless |= {path.name for path in folder.glob("traceback-*.txt")}
         if copied:
             harmless |= {part for name in CONTINUES for part in (name.split("/")[0], f"{name}.partial")}

@@ -27,8 +27,8 @@ from configs import retry
 from configs.messages import LOGGER
 from configs.retry import StorageLost, described, first_line, patiently
 from configs.schema import CheckpointConfig, UserError
-from hosts.peers import exchange
-from hosts.runtime import Damaged, NoCheckpoint, highest, on_first_process, versions
+from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
+from hosts.runtime import versions
 from run.checkpoint import (
     COMMITTED,
     FACTS,
@@ -122,7 +122,7 @@ class Saver(Checkpoints):
     def failing(self, wait: bool = True) -> int:
         """Return the number of consecutive failed saves, the last one included. With `wait`, wait for its end;
         otherwise count it if it failed already. After a success, delete old checkpoints."""
-        if not self.pending or (not wait and highest(self.pending.is_alive())):
+        if not self.pending or (not wait and max_over_processes(self.pending.is_alive())):
             return len(self.failures)
         saved, self.pending = self.pending, None
         saved.join()
@@ -147,7 +147,7 @@ class Saver(Checkpoints):
         self.failures.append(failed)
         LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")
         on_first_process(self._try_to_clear)
-        if failed.passing and highest(time.monotonic() - self.failures[0].time > retry.SECONDS):
+        if failed.passing and max_over_processes(time.monotonic() - self.failures[0].time > retry.SECONDS):
             raise StorageLost(f"saving in {self.folder}: {failed.message}")
 
     def _try_to_clear(self) -> None:

@@ -24,9 +24,9 @@ from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
 from evaluation.evaluator import Evaluator
-from hosts.cluster import Cluster
+from hosts.distributed import check_hosts_agree, on_first_process
 from hosts.preflight import ROOT, code_digest, preflight
-from hosts.runtime import check_hosts_agree, describe_processes, on_first_process, versions
+from hosts.runtime import describe_processes, versions
 from hosts.stop import Stop, limited
 from interchange.init_from import (
     initial_state,
@@ -50,9 +50,9 @@ from training.state import params_sha256
 STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
 
 
-def check_processes(config: Config, cluster: Cluster) -> None:
+def check_processes(config: Config) -> None:
     """Log the run's processes and devices. Raise UserError if the processes have different configs."""
-    LOGGER.info(describe_processes(cluster, make_mesh(config.mesh)))
+    LOGGER.info(describe_processes(make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
@@ -103,7 +103,6 @@ def open_folder(
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    # Before the preflight, which makes the folder of checkpoints if it is missing.
     on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, past)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):

@@ -7,7 +7,7 @@ import jax
 
 from configs.messages import LOGGER
 from configs.schema import Config
-from hosts.runtime import on_first_process
+from hosts.distributed import on_first_process
 from run.hooks.log import Log
 from run.notify import tell
 from run.progress import Due, Hook, Progress, due_after

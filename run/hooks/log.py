@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from configs.messages import LOGGER
 from configs.schema import options
+from hosts.distributed import exchange
 from hosts.machines import peak_flops
-from hosts.peers import exchange
 from model.gpt import flops_per_token
 from run.diagnosis import Diagnosis
 from run.hooks.watch import Watch
@@ -71,7 +71,7 @@ class Log(Hook):
             self._write(run)
         self.unread.append((run.step, metrics))
         self.is_pending = due.log
-        first = not self.watch.watchdog.each  # the watchdog's limit follows from the first step's time
+        first = not self.watch.watchdog.step_seconds  # the watchdog's limit follows from the first step's time
         if due.log and (due.evaluate or due.save or due.tasks or first):
             self._write(run)  # a checkpoint's metrics are on record before it
         elif due.save or first:
@@ -88,7 +88,7 @@ class Log(Hook):
                 self.writer.write({"step": step, "tokens": run.tokens_after(step), "diagnostics": measured})
         self.unread.clear()
         # Once: steps completed before they are read would seem to take no time, and the first of them all of it.
-        self.watch.watchdog.done_with(self.just_read[-1].step)
+        self.watch.watchdog.finish(self.just_read[-1].step)
 
     def _write(self, run: Progress) -> None:
         """Write the line of the newest step."""

@@ -8,7 +8,7 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.retry import LONGEST
 from configs.schema import Config
-from hosts.runtime import highest, on_first_process
+from hosts.distributed import max_over_processes, on_first_process
 from model.gpt import parameter_shapes
 from run.checkpoint import all_finite
 from run.folder import run_id
@@ -89,4 +89,4 @@ class Save(Hook):
     def _is_old(self) -> bool:
         """Return whether `checkpoint.every_minutes` have passed, by any process's clock."""
         minutes = self.config.checkpoint.every_minutes
-        return bool(minutes) and highest(time.monotonic() - self.saved > 60 * minutes) > 0
+        return bool(minutes) and max_over_processes(time.monotonic() - self.saved > 60 * minutes) > 0

@@ -32,20 +32,20 @@ class Watch(Hook):
 
     def before_step(self, run: Progress) -> None:
         self.step = run.step + 1
-        self.watchdog.step(self.step)
+        self.watchdog.dispatch(self.step)
 
     @contextmanager
     def away(self, what: str, activity: str) -> Iterator[None]:
-        """Pause the limit on steps. Inside, `what` has its own limit (`hang.other_seconds`), and its time counts as
+        """Pause the limit on steps. Inside, `what` has its own limit (`hang.io_seconds`), and its time counts as
         `activity`."""
-        with self.watchdog.elsewhere(what), self.times.during(activity):
+        with self.watchdog.paused(what), self.times.during(activity):
             yield
 
     def close(self) -> None:
         self.watchdog.__exit__()
 
     def _end(self, reason: str) -> None:
-        """End all processes, from the watchdog's thread."""
+        """End this process, from the watchdog's thread."""
         tell(self.config, "failure", f"a hang: {reason}", self.step)
         end_as_hung(reason)
 

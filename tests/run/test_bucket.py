@@ -11,8 +11,7 @@ import pytest
 from gcsfs.retry import HttpError
 
 from configs.retry import StorageLost
-from configs.schema import CheckpointConfig, MeshConfig, UserError
-from hosts.preflight import preflight
+from configs.schema import CheckpointConfig, UserError
 from run import session
 from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, whole_steps
 from run.folder import Past
@@ -21,7 +20,6 @@ from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved, state_on
-from training.mesh import make_mesh
 
 RUN = "gs://bucket/runs/mine"
 
@@ -98,25 +96,6 @@ def test_a_store_s_errors_cost_only_a_save(gcs, tmp_path):
     assert Saver(RUN, KEEP_ALL).steps == [3]
     assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
     assert gcs.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
-
-
-def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs, tmp_path):
-    gcs.full = True
-    config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
-    with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
-        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
-
-
-def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with_the_role(gcs, tmp_path):
-    """Refuse it, since tensorstore overwrites manifest.ocdbt and no save can succeed."""
-    gcs.keeps = True
-    checkpoints = Saver(RUN, CheckpointConfig())
-    checkpoints.save(1, state_on(1)[0], FACTS)
-    assert checkpoints.failing() == 1 and "manifest.ocdbt" in checkpoints.failures[-1].message
-    config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
-    message = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
-    with pytest.raises(UserError, match=message):
-        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 
 def test_a_missing_permission_is_named_with_its_role(gcs):

@@ -36,7 +36,7 @@ FREE = {
     *(f"checkpoint.{name}" for name in ("every_minutes", "every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("copy", "max_epochs", "source", "tokenizer", "workers")),
     *(f"eval.{name}" for name in ("bundle", "every_steps", "items", "prompts", "sample_tokens", "tasks", "tokens")),
-    *("eval.tasks_every_steps", "diagnostics.every_steps", "hang.other_seconds", "hang.seconds"),
+    *("eval.tasks_every_steps", "diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
@@ -203,7 +203,6 @@ def test_a_start_killed_while_it_claimed_the_folder_or_fetched_the_record_can_be
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
         open_run(config, "print", False)
-    (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed tools.doctor
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
     assert open_run(config, "print", False) == [] and record_of(config)["dataset"] == "print"
 

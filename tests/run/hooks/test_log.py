@@ -78,8 +78,8 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
         metrics = {"loss": 2.0, "grad_norms": {}, "skipped_steps": 0}
         log.after_step(run, metrics, NOTHING._replace(log=step == 5))  # pyright: ignore
     log.close(), watch.close()
-    assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 once step 6 has started
-    assert watch.watchdog.each[1] == pytest.approx(15)
+    assert len(watch.watchdog.step_seconds) == 2  # the first step, and steps 2 to 5 once step 6 has started
+    assert watch.watchdog.step_seconds[1] == pytest.approx(15)
 
 
 def test_changes_of_options_are_written_once(tmp_path):

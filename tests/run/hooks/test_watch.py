@@ -22,7 +22,11 @@ def test_the_watchdog_watches_the_next_step(tmp_path, resumed):
     watch.begin(run)
     dog = watch.watchdog
     watch.before_step(run)
-    assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, 600)  # the first step: six times `hang.seconds`
+    assert (dog.finished, dog.dispatched, dog.allowed) == (
+        resumed,
+        resumed + 1,
+        600,
+    )  # the first step: six times `hang.seconds`
     watch.close()
     assert dog.ended.is_set()
     watch.begin(run)  # again
@@ -35,14 +39,14 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     tell, end = Mock(), Mock(side_effect=lambda reason: ended.set())
     monkeypatch.setattr("run.hooks.watch.tell", tell)
     monkeypatch.setattr("run.hooks.watch.end_as_hung", end)
-    config, times = config_of(tmp_path, hang=HangConfig(other_seconds=0.01)), Times()
+    config, times = config_of(tmp_path, hang=HangConfig(io_seconds=0.01)), Times()
     run, watch = progress(config, 20), Watch(config, times)
     watch.begin(run)
     watch.before_step(run)
     with watch.away("saving", "saves"):
         assert ended.wait(30)
     watch.close()
-    reason = "saving takes longer than 0.01 s (--hang.other_seconds)"
+    reason = "saving takes longer than 0.01 s (--hang.io_seconds)"
     tell.assert_called_once_with(config, "failure", f"a hang: {reason}", 21)
     end.assert_called_once_with(reason)
     assert times.seconds["saves"] > 0 and times.activity == "start"
