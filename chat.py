@@ -14,7 +14,7 @@ from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.gpt import parameter_counts
 from model.sampling import Sampling
-from run.record import at_hand
+from run.record import storage_path
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
 
@@ -52,8 +52,7 @@ def main() -> int:
         raise UserError("--serve takes no --prompt, --system, --tokens or --seed: each request has its own")
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
-    folder = at_hand(arguments.run_dir)
-    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step)
+    network = open_network(arguments.run_dir, mesh_of_first(arguments.mesh), arguments.step)
     if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
             f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "
@@ -67,7 +66,7 @@ def main() -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
         note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")
-        serve(engine, network.tokenizer, folder.resolve().name, sampling, address, arguments.queue)
+        serve(engine, network.tokenizer, storage_path(arguments.run_dir).name, sampling, address, arguments.queue)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:

@@ -28,7 +28,7 @@ from evaluation.texts import measure_text, read_sources, results_of
 from hosts.distributed import check_hosts_agree
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.init_from import is_network, network_config, tokenizer_in
-from run.record import at_hand
+from run.record import fetch_locally
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.step import make_eval_step
 
@@ -90,14 +90,14 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     evaluation = chosen(arguments)
     given = arguments.run_dir or arguments.from_
-    folder = str(at_hand(given))
-    if arguments.from_ and not is_network(folder):
+    is_plain = is_network(fetch_locally(given))
+    if arguments.from_ and not is_plain:
         raise UserError(f"--from={given} has no network (no *.safetensors); for a run, give --run_dir")
-    if evaluation is held_out and is_network(folder):
+    if evaluation is held_out and is_plain:
         raise UserError(f"--run_dir={given} is a network, not a run: give --from={given} with --source=PATH or --tasks")
     start_jax()
     results = {"from" if arguments.from_ else "run_dir": given}
-    results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
+    results |= evaluation(arguments, given, make_mesh(arguments.mesh))
     if jax.process_index() == 0:
         print(json.dumps(results) if arguments.json else as_table(results))
     return 0
@@ -170,17 +170,17 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    given, out = arguments.run_dir or arguments.from_, arguments.out or folder
-    against, other = arguments.against, str(at_hand(arguments.against)) if arguments.against else ""
-    for one in filter(None, (folder, other)):
-        network_config(Path(one))  # a mistake is reported before any compute
-    tokenizer = tokenizer_in(Path(folder)) or Path(folder)
+    out, against = arguments.out or folder, arguments.against
+    for one in filter(None, (folder, against)):
+        network_config(fetch_locally(one))  # a mistake is reported before any compute
+    local = fetch_locally(folder)
+    tokenizer = tokenizer_in(local) or local
     sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
     network = open_network(folder, mesh, arguments.step)
-    ours, theirs = measure_text(network, given, sources, out), None
-    if other:
-        out = f"{out}/against" if arguments.out or against.startswith("gs://") else other
-        theirs = measure_text(open_network(other, mesh), against, sources, out)
+    ours, theirs = measure_text(network, folder, sources, out), None
+    if against:
+        out = f"{out}/against" if arguments.out or against.startswith("gs://") else against
+        theirs = measure_text(open_network(against, mesh), against, sources, out)
     return results_of(sources, ours, theirs)
 
 

@@ -23,7 +23,7 @@ from interchange.folders import write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
-from run.record import Events, at_hand, batch_of, scores
+from run.record import Events, batch_of, fetch_locally, scores
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 from training.state import split_model
@@ -82,11 +82,11 @@ def main() -> int:
     if arguments.verify:
         require_transformers()
     start_jax()
-    folder = at_hand(arguments.run_dir)
+    folder = fetch_locally(arguments.run_dir)
     if is_network(folder):
         raise UserError(f"--run_dir={arguments.run_dir} is a network, not a run: give the run that it is from")
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
-    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step)
+    config, step, shards = read_in_shards(arguments.run_dir, shard_bytes, arguments.step)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
@@ -97,7 +97,7 @@ def main() -> int:
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
-        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
+        network = open_network(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
 

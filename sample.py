@@ -7,7 +7,6 @@ from configs.schema import Positive, UserError
 from evaluation.evaluator import continuations, encode_prompts
 from evaluation.network import SamplingArguments, mesh_of_first, open_network
 from hosts.runtime import run_command, start_jax
-from run.record import at_hand
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ def main() -> int:
     if not arguments.prompt:
         raise UserError("--prompt has no text; leave it out to start a document")
     start_jax()
-    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
+    network = open_network(arguments.run_dir, mesh_of_first(arguments.mesh), arguments.step)
     capacity = network.config.batch.sequence_length
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     encoded = encode_prompts(network.tokenizer, prompts, capacity)

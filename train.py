@@ -1,10 +1,8 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
+import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -12,16 +10,19 @@ from configs.command_line import Exit, parse
 from configs.messages import LOGGER, ignore_output_errors
 from configs.schema import Config, NotNegative, Positive
 from data.loader import train_batches
-from hosts.runtime import run_command, start_jax
-from hosts.stop import Stop, limited
-from run import hooks, session
-from run.fitting import Fitting, explain_out_of_memory
+from evaluation.evaluator import Evaluator
+from hosts.distributed import on_first_process
+from hosts.runtime import StartAgain, run_command, start_jax
+from hosts.stop import Stop
+from model.gpt import parameter_shapes
+from run import ending, start
+from run.clock import Times
+from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
-from run.notify import tell_of_failure
-from run.programs import TrainSteps, batches_after, compile_train_steps
-from run.progress import GaveUp, Hook, Progress, Start, due_after
-from run.record import Record
-from run.times import Times
+from run.log import MetricsLog
+from run.notify import notify_of_failure
+from run.profile import Profile
+from run.record import scores
 
 
 @dataclass(frozen=True)
@@ -39,126 +40,99 @@ class Arguments:
     the machine has available."""
 
 
-def take_steps(
-    start: Callable[[Start | None], tuple[Progress, TrainSteps, Iterator[Any]]],
-    idle: hooks.Idle,
-    hook_list: Sequence[Hook],
-    stop: Stop,
-    go_back: Callable[[Progress, Exception], Start | None],
-) -> tuple[Progress, str]:
-    """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
-    up. `start(begins)` returns the run's progress, programs and next batches, after `begins` or the newest checkpoint.
-    `go_back` records a lack of memory and returns `begins`, or raises another error of the devices."""
-    run, programs, batches = start(None)
-    with ExitStack() as opened, stop.deferred_signals():
-        begin_all(hook_list, run, opened)
-        try:
-            while not run.is_last:
-                try:
-                    for hook in hook_list:
-                        hook.before_step(run)
-                    batch = idle.next_of(batches, run)
-                    train_step = programs.after(run.step, run.config.diagnostics.every_steps)
-                    with run.clock.waiting():  # a CPU's call waits for the step before it
-                        run.state, metrics = train_step(run.state, batch)
-                    run.step += 1
-                    run.stopping = stop.after(run.step)
-                    due = due_after(run.step, run.config, last=run.is_last, soon=run.save_soon)
-                    for hook in hook_list:
-                        hook.after_step(run, metrics, due)
-                except jax.errors.JaxRuntimeError as reason:
-                    opened.close()
-                    with stop.immediate_signals():
-                        begins = go_back(run, reason)
-                        if run.stopping:
-                            return run, ""  # nothing to save: the newest checkpoint is of this step
-                        if begins is None:
-                            run.drop_state()
-                        run, programs, batches = start(begins)
-                    begin_all(hook_list, run, opened)
-            for hook in hook_list:
-                hook.finish(run)
-        except GaveUp as error:
-            return run, str(error)
-    return run, ""
+def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+    """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
+    fewer rows."""
+    times = Times()
+    start.check_processes(config)
+    fitting = Fitting(config, arguments.memory)
+    built, text = start.open_training(fitting.first())
+    status, checkpoints = start.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock)
+    if status.finished == checkpoints.newest == built.config.steps:
+        return ending.already_complete(built.config)
+    with refuse_what_does_not_fit():
+        built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
+    config, evaluator = built.config, Evaluator(built, text)
+    origin = {"run_id": status.run_id, "dataset": text.fingerprint, "config": dataclasses.asdict(config)}
+    origin |= {"shapes": parameter_shapes(config.model)}
 
-
-def begin_all(hook_list: Sequence[Hook], run: Progress, opened: ExitStack) -> None:
-    """Let the hooks begin. `opened` closes those that began."""
-    for hook in hook_list:
-        hook.begin(run)
-        opened.callback(hook.close)
+    resume_point = start.resume(built, checkpoints, status.run_id, times) or start.begin(built)
+    start.record_start(built, text, status.changes, resume_point)
+    state, step = resume_point.state, resume_point.step
+    numbered = start.batches_after(resume_point, built, text)
+    batches = train_batches(numbered, built.batch_sharding, config.data.workers)
+    profile = Profile(config, step)
+    log = MetricsLog(built, text, resume_point, numbered, times)
+    if status.changes:
+        log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
+    in_loop = stop.deferred_signals()
+    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
+        evaluate_if_due(step, state.params, evaluator, log, stop)
+        while step < config.steps and not stop.agreed():
+            profile.before(step + 1, state)
+            batch = log.clock.next_batch(batches)
+            log.watchdog.dispatch(step + 1)
+            with log.clock.waiting():  # a CPU's call waits for the step before it
+                take = measuring_step if is_due(step + 1, config.diagnostics.every_steps) else train_step
+                state, metrics = take(state, batch)
+            step += 1
+            log.step(step, metrics)  # reads the step before, while the devices compute this one
+            profile.after(step, state)
 
-def train(config: Config, arguments: Arguments, lock: RunLock, record: Record, stop: Stop) -> Exit:
-    """Train, or resume training, until `config.steps`."""
-    times = Times()
-    session.check_processes(config)
+            if is_due(step, config.log.every_steps):
+                checkpoints.poll()
+            save_is_due = step == config.steps or is_due(step, config.checkpoint.every_steps)
+            if save_is_due or checkpoints.overdue:
+                log.read()  # a checkpoint's metrics are on record before it
+                with log.paused("saving", "saves"):
+                    checkpoints.save(step, state, {**log.facts(step), **origin})
+            evaluate_if_due(step, state.params, evaluator, log, stop)
+        log.read()
+        stopped = stop.agreed()
+        with log.paused("saving", "saves"):
+            checkpoints.save_last(step, state, {**log.facts(step), **origin})
+    if stopped:
+        return ending.stopped(config, step, stop, times)
+    return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
 
-    # The network, its text, its record and its checkpoints.
-    fitting = Fitting(config, arguments.memory)
-    built, text, evaluator = session.open_training(fitting.first())
-    config = built.config
-    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock, record)
-    if message := session.why_nothing_to_do(config, past, checkpoints):
-        LOGGER.info(message)
-        session.copy_record(config, record)
-        return Exit.COMPLETE
-    if message := session.why_given_up(config, checkpoints.newest, record):
-        LOGGER.error(message)
-        return Exit.FAILED
 
-    # The programs, of as many rows as fit.
-    with explain_out_of_memory(mistake=True):
-        built, programs = fitting.compile(built, checkpoints.newest, times)
-    config, evaluator = built.config, evaluator.on(built)
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every so many steps (0: never) happens after `step`."""
+    return every > 0 and step % every == 0
 
-    # The hooks around a step, in this order.
-    watch, idle = hooks.Watch(config, times), hooks.Idle()
-    log = hooks.Log(built, watch, lambda tokens: text.epochs(tokens // built.batch_shape[2]))
-    save = hooks.Save(config, checkpoints, text.fingerprint, watch)
-    judge = hooks.Judge(config, log, text.seen)
-    evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
-    changes = list(past.changes)
-    hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
-    hook_list.append(hooks.Overfitting(config, log))
 
-    def start(begins: Start | None) -> tuple[Progress, TrainSteps, Iterator[Any]]:
-        """Start there, or from the newest readable checkpoint, or from step 0."""
-        begins = begins or session.resume(built, checkpoints, times)
-        session.record_start(built, text, changes, begins, times)
-        batches = batches_after(begins, built, text)
-        progress = Progress(config, begins, batches)
-        return progress, programs, train_batches(batches, built.batch_sharding, config.data.workers)
-
-    def go_back(run: Progress, reason: Exception) -> Start | None:
-        """Return the same state, if it is left, when the memory ran out."""
-        nonlocal built, programs
-        built = fitting.halved(built, run, reason)
-        programs = compile_train_steps(built, times)
-        save.newest()  # once it is whole: it may be needed
-        return run.here()
-
-    with explain_out_of_memory(), times.during("steps"):
-        run, gave_up = take_steps(start, idle, hook_list, stop, go_back)
-    if gave_up:
-        gave_up += f"; {save.described()}"
-    with times.during("saves"), limited(config.hang, "the end of saving"):
-        checkpoints.close()
-    code = session.finish(run, gave_up, stop, times)
-    session.copy_record(config, record)
-    return code
+def evaluate_if_due(step: int, params: dict, evaluator: Evaluator, log: MetricsLog, stop: Stop) -> None:
+    """Evaluate the network after `step`, with samples, if that is due and not on record. A request to stop ends an
+    evaluation, and the next start repeats it. Every process must call it."""
+    config = log.config
+    if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
+        return
+    log.read()
+    if on_first_process(lambda: step in scores(config.run_dir, "val_loss")):
+        return
+    with log.clock.paused(), log.paused("an evaluation", "evaluation"):
+        jax.block_until_ready(params)
+        results = evaluator(params, stop.agreed)
+    if results is not None:
+        log.evaluation(step, results)
 
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
-    record = Record(config.run_dir, config.checkpoint.folder)
-    with RunLock(config.run_dir) as lock, Stop() as stop:
+    with Stop() as stop:
         start_jax()
-        with tell_of_failure(config, record):
-            return train(config, arguments, lock, record, stop)
+        with RunLock(config.run_dir) as lock, notify_of_failure(config):
+            try:
+                return train(config, arguments, lock, stop)
+            except StartAgain as reason:
+                if jax.process_count() > 1:
+                    raise  # the launcher starts all again
+                LOGGER.warning(str(reason))
+            gc.collect()  # the arrays of the failed start
+            return train(config, arguments, lock, stop)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,11 @@ from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
 from configs.schema import Config, FilePath, ModelConfig, Positive, UserError, with_options
 from configs.validation import require_steps
 from data.loader import train_batches
-from evaluation.evaluator import evaluate
+from evaluation.evaluator import Evaluator, evaluate
 from hosts.runtime import run_command, start_jax
-from run.metrics import Clock
-from run.programs import batches_after
-from run.progress import Start, due_after
-from run.session import open_training
+from run.clock import Clock
+from run.log import ResumePoint
+from run.start import batches_after, open_training
 
 
 @dataclass(frozen=True)
@@ -208,15 +207,15 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     if config.batch.rows_per_device == "auto":
         config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
     trainer = Trainer(config, arguments)
-    built, text, evaluator = open_training(config)
-    batches = batches_after(Start(built.abstract_state), built, text)
+    built, text = open_training(config)
+    evaluator = Evaluator(built, text)
+    batches = batches_after(ResumePoint(built.abstract_state), built, text)
     trainer.compile(batches[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
-    clock, line = Clock(0.0, 0), {}
     sums: Any = lambda _, batch: summed(trainer.network, batch, arguments.device)
-    clock.start()
+    clock, line = Clock(0.0, 0), {}
     for step, batch in zip(range(config.steps + 1), train_batches(batches, built.batch_sharding, 2)):
-        if due_after(step, config, last=False).evaluate:
+        if step % config.eval.every_steps == 0 or step == config.steps:
             trainer.wait()
             line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(clock.seconds, 3)}
             with clock.paused(), metrics.open("a") as file:

@@ -287,10 +287,6 @@ BATCH_AXES = (*DATA_AXES, "fsdp")
 class CheckpointConfig:
     """Checkpoints. One is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
-    folder: AnyPath = ""
-    """Folder of checkpoints instead of the run's own, with a copy of the run's record (config, metrics, events,
-    tokenizer, TensorBoard, summary). Give a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without
-    the run's folder resumes from there, and other commands read the run there."""
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training continues."""
     every_minutes: Free[NotNegative[float]] = 0.0
@@ -323,14 +319,6 @@ class EvalConfig:
     """Prompts to continue after each evaluation; an empty one starts a document."""
     sample_tokens: Positive[int] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
-    tasks: Literal["", "core"] = ""
-    """Benchmarks: `core`, from the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
-    tasks_every_steps: Positive[int] = 2000
-    """Steps between evaluations of `tasks`. One always follows the last step."""
-    bundle: FilePath = ""
-    """Folder of that bundle: core.yaml, eval_meta_data.csv and eval_data/."""
-    items: Positive[int] = 500
-    """Items of each task, always the same; evaluate.py takes all by default."""
 
 
 @dataclass(frozen=True)
@@ -387,8 +375,9 @@ class Config:
 
     name: Free[str]
     """The run's name; its folder is `runs/<name>` unless `run_dir` says otherwise."""
-    run_dir: Free[FilePath] = ""
-    """The run's folder: checkpoints, metrics, config. The same command again continues the run in it."""
+    run_dir: Free[AnyPath] = ""
+    """The run's folder, with everything of the run, on a disk or in a bucket (`gs://BUCKET/RUN`). The same command
+    again continues the run in it, on any machine that reaches it."""
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, the order of rows and the samples."""
     steps: NotNegative[int] = 1000
@@ -421,7 +410,7 @@ class Config:
 
 
 # Options of the runs that a command makes to measure a recipe, whatever the recipe's own are.
-MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.folder": "", "checkpoint.keep": 1, "profile.steps": ""}
+MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.keep": 1, "profile.steps": ""}
 MEASURED |= {"checkpoint.keep_every": 0, "log.on_event": "", "log.wandb": ""}
 
 

@@ -106,7 +106,6 @@ def validate(config: Config) -> None:
     require(last <= config.steps or not config.steps, "profile.steps", f"the run has {config.steps} steps")
     a_run = "it takes the moments of the run in init_from, which is empty"
     require(config.init_from != "" or not config.init_optimizer, "init_optimizer", a_run)
-    require(bool(config.eval.bundle) or not config.eval.tasks, "eval.bundle", "eval.tasks=core needs a bundle's folder")
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"
     require(batch.sequence_length % model.loss_chunks == 0, "model.loss_chunks", divides)
     divides = f"it must divide model.heads={model.heads}: one of {divisors(model.heads)}"

@@ -1,7 +1,7 @@
-"""The evaluation of a run: held-out loss and bits per byte, continuations of prompts, and benchmarks in training."""
+"""The evaluation of a run: held-out loss and bits per byte, and continuations of prompts."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,16 @@ from configs.schema import ModelConfig, UserError
 from data.dataset import Text
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
-from evaluation.core import READS, Core, read_bundle
-from evaluation.scorer import Scorer, on_mesh
+from evaluation.scorer import on_mesh
 from model import sampling
 from training.build import Build
 from training.mesh import xla_options
 from training.step import Batch, EvalStep
+
+
+class Interrupted(Exception):
+    """Raised in an evaluation that was asked to stop."""
+
 
 Generate = Callable[..., Int[Array, "batch length"]]
 
@@ -41,17 +45,21 @@ def evaluate(
     params: dict,
     batches: list[Batch],
     text_bytes: Int[np.ndarray, "micro_batches"],
-    watched: Callable[[list], Iterable] = iter,
+    watched: Callable[[list], Iterable[Batch]] = iter,
 ) -> dict[str, float | None]:
     """Return `val_loss` in nats a token, and `val_bpb` in bits a byte with its standard error `val_bpb_stderr`.
 
     They count every target that represents text (not the BOS, as in nanochat). In conversations they count every token
     that an assistant writes, end tokens included. The shape of the batches and the mesh do not change the two means.
     The standard error is over micro-batches, each a stretch of the held-out text; it is None for a single one.
-    `text_bytes` has the bytes of each micro-batch. `watched` shows the progress.
+    `text_bytes` has the bytes of each micro-batch. `watched` yields the batches, and may show the progress. The devices
+    have at most two of them to do, so an exception of `watched` ends the work soon.
     """
-    sums = [eval_step(params, batch) for batch in batches]
-    losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, of) for of in watched(sums))))
+    sums = []
+    for batch in watched(batches):
+        sums.append(eval_step(params, batch))
+        jax.block_until_ready(sums[-2:-1])
+    losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, pair) for pair in sums)))
     some = text_bytes > 0  # a micro-batch may hold no row
     _, error = ratio((losses[some] / math.log(2)).tolist(), text_bytes[some].tolist())
     loss_sum = math.fsum(losses)
@@ -119,10 +127,10 @@ def continuations(
 
 class Evaluator:
     """Held-out rows and prompts, on the devices. Called with parameters, it returns `val_loss`, `val_bpb` and
-    `samples`; `tasks` returns the figures of benchmarks."""
+    `samples`."""
 
     def __init__(self, built: Build, text: Text):
-        """Raise UserError for a prompt that leaves no room for a continuation, and for an incomplete bundle."""
+        """Raise UserError for a prompt that leaves no room for a continuation."""
         config = built.config
         self.built, self.text, self.tokenizer = built, text, text.tokenizer
         self.prompts = encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)
@@ -136,19 +144,24 @@ class Evaluator:
             built.batch_sharding,
             text.document_bos,
         )
-        if config.eval.tasks:
-            tasks = read_bundle(config.eval.bundle, config.eval.items)
-            scorer = Scorer(config.model, config.batch, built.dtype, built.mesh, READS * config.batch.sequence_length)
-            self.benchmarks = Core(tasks, text.tokenizer, scorer)
 
-    def on(self, built: Build) -> "Evaluator":
-        """Return an evaluator of the same run for another build."""
-        return self if built is self.built else Evaluator(built, self.text)
-
-    def __call__(self, params: dict) -> dict[str, Any]:
-        """Return the figures of float32 parameters, as after a step. Every process must call it."""
+    def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Return the figures of float32 parameters, as after a step; None once `should_stop()`, which is asked between
+        batches and before the samples. Every process must call it."""
         config = self.built.config
-        results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes)
+
+        def until_asked(batches: list[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                if should_stop():
+                    raise Interrupted
+                yield batch
+
+        try:
+            results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes, until_asked)
+        except Interrupted:
+            return None
+        if should_stop():
+            return None
         samples = continuations(
             self.generate,
             params,
@@ -159,11 +172,3 @@ class Evaluator:
             seed=config.seed,
         )
         return {**results, "samples": samples}
-
-    def tasks(self, params: dict) -> dict[str, Any]:
-        """Return `core`, `core_stderr` and each task's centred accuracy (`core_tasks`), if `eval.tasks` asks for them.
-        Every process must call it."""
-        results = self.benchmarks(params)
-        centered = {label: task["centered"] for label, task in results["tasks"].items()}
-        ties = sum(task["ties"] for task in results["tasks"].values())
-        return {**{name: results[name] for name in ("core", "core_stderr")}, "core_ties": ties, "core_tasks": centered}

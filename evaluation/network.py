@@ -15,6 +15,7 @@ from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
 from run.folder import record_of
+from run.record import fetch_locally
 from run.saved_run import load_run
 from training.mesh import make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
@@ -90,9 +91,9 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
-    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest.
+    """Return the network that export.py wrote to a folder, or of a run's checkpoint: of `step`, or the newest.
     Raise UserError if neither is there, if the network is not one of ours, or for a step of a network."""
-    folder = Path(folder)
+    given, folder = folder, fetch_locally(folder)
     if is_network(folder):
         if step:
             raise UserError(f"--step={step} chooses a run's checkpoint; {folder} has one network")
@@ -100,7 +101,7 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Net
         require_same_network(config)
         tokenizer = load_tokenizer(folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
-    record_of(folder)  # a folder that is no run is reported as such
+    record_of(given)  # a folder that is no run is reported as such
     tokenizer = load_tokenizer(folder / "tokenizer")
-    run = load_run(folder, mesh, step)
+    run = load_run(given, mesh, step)
     return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset)

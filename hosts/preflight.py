@@ -17,9 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.files import shown_bytes
+from configs.retry import first_line, passes, patiently, role
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import versions
@@ -73,13 +75,13 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def problems_here(config: Config) -> list[str]:
-    """Return the problems of this host with the folder of checkpoints and with its GPUs. Change nothing. Every process
+    """Return the problems of this host with the run's folder and with its GPUs. Every process
     must call it."""
     lacks = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
     problems = [lacks] * bool(lacks)
-    shared = config.checkpoint.folder or config.run_dir
+    shared = config.run_dir
     if shared.startswith("gs://"):
-        return problems
+        return problems + on_first_process(lambda: patiently(shared, lambda: refusals(epath.Path(shared))))
     folder, until = Path(shared).absolute(), time.monotonic() + VISIBLE_SECONDS
     made = on_first_process(folder.is_dir)
     while made and not folder.is_dir():
@@ -93,6 +95,21 @@ def problems_here(config: Config) -> list[str]:
     if (free := shutil.disk_usage(there).free) < checkpoint:
         problems.append(f"{shown_bytes(free)} are free at {there}; a checkpoint takes {shown_bytes(checkpoint)}")
     return problems
+
+
+def refusals(bucket: epath.Path) -> list[str]:
+    """Write a file to a run's folder in a bucket, overwrite it as tensorstore does, and delete it. Return what the
+    bucket refuses."""
+    probe = bucket / ".preflight-0"
+    try:
+        for text in ("written by the preflight", "overwritten"):
+            probe.write_text(text)
+        probe.unlink()
+    except Exception as error:
+        if passes(error):
+            raise
+        return [f"cannot write to {bucket}: {first_line(error)}{role(error)}"]
+    return []
 
 
 def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> list[Host]:

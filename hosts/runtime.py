@@ -32,6 +32,14 @@ OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
 
+class TrainingAborted(Exception):
+    """Raised if another step makes no sense, for this reason: exit code 1."""
+
+
+class StartAgain(Exception):
+    """Raised if another start continues the run, for this reason: exit code 42."""
+
+
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command and exit with its code. A UserError becomes its message and code 2, a full disk a message and 1. A
     disk, store or network that fails, and a lost peer, are 42. A process that ends alone does not wait for the
@@ -77,7 +85,10 @@ def report(error: BaseException) -> int:
     if isinstance(error, UserError | NoCheckpoint):
         print(f"error: {error}", file=sys.stderr)
         return Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE
-    if isinstance(error, StorageLost):
+    if isinstance(error, TrainingAborted):
+        print(f"error: {error}", file=sys.stderr)
+        return Exit.FAILED
+    if isinstance(error, StorageLost | StartAgain):
         print(f"error: {error}; start all again", file=sys.stderr)
         return Exit.PEER_LOST
     if isinstance(error, BrokenPipeError) and _nobody_reads():

@@ -42,8 +42,8 @@ class Stop:
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = False
-        self.steps = 0
-        """Steps after which this process, one of several, has asked."""
+        self.asked, self.has_agreed = 0, False
+        """How often this process, one of several, has asked, and the answer."""
 
     def __enter__(self) -> "Stop":
         # With several processes JAX's preemption service takes SIGTERM over when it starts, and informs the others.
@@ -80,19 +80,16 @@ class Stop:
         finally:
             self.training = False
 
-    @contextmanager
-    def immediate_signals(self) -> Iterator[None]:
-        """Let a request end the command at once, inside `deferred_signals`: no step is taken here."""
-        self.training = False
-        yield
-        self.training = True
-
-    def after(self, step: int) -> bool:
-        """Return whether the run is to stop after this step. Every process must ask after every step."""
+    def agreed(self) -> bool:
+        """Return whether the run is to stop now, for all processes alike. Every process must ask equally often."""
         if jax.process_count() == 1:
             return self.code is not None
-        self.steps += 1  # JAX counts from 1, whatever the run's first step
-        return multihost_utils.reached_preemption_sync_point(self.steps)
+        if not self.has_agreed:
+            # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the
+            # run's first step.
+            self.asked += 1
+            self.has_agreed = multihost_utils.reached_preemption_sync_point(self.asked)
+        return self.has_agreed
 
     def agreed_code(self) -> Exit:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""

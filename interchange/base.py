@@ -10,10 +10,10 @@ from configs.retry import patiently
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
-from interchange.init_from import is_run, network_config, origin, tokenizer_in
-from run.checkpoint import whole_steps
+from interchange.init_from import is_run, network_config, tokenizer_in
+from run.checkpoint import finished_steps
 from run.folder import checkpoint_folder, record_of
-from run.record import at_hand
+from run.record import fetch_locally
 
 
 class Base(NamedTuple):
@@ -29,7 +29,7 @@ class Base(NamedTuple):
 def base_of_chat(config: Config) -> Base:
     """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer. Raise UserError if
     either is missing, or if the tokenizer lacks the tokens of conversations."""
-    folder = origin(config.init_from)
+    folder = fetch_locally(config.init_from)
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
         raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
@@ -48,14 +48,14 @@ def begun_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
-    where = config.checkpoint.folder or config.run_dir
-    if not patiently(where, lambda: whole_steps(checkpoint_folder(config))):
+    if not patiently(config.run_dir, lambda: finished_steps(checkpoint_folder(config))):
         return None
-    folder = at_hand(where)
-    begun = record_of(folder)[1]
+    begun = record_of(config.run_dir)[1]
     if begun.init_from != config.init_from:
         return None
-    return with_options(begun, {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
+    return with_options(
+        begun, {"data.tokenizer": str(kept(load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")))}
+    )
 
 
 def kept(tokenizer: TextTokenizer) -> Path:

@@ -3,7 +3,6 @@ transformers' format."""
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from interchange.formats import function_options, hf_config, model_of_hf, own_co
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
-from run.record import at_hand
+from run.record import fetch_locally
 from training.build import Build
 from training.optimizer import path_name
 from training.state import TrainState, split_model
@@ -28,12 +27,6 @@ from training.state import TrainState, split_model
 OURS = ("nanochat", "tokensum")
 """Architectures that our network computes, as config.json names them."""
 TOKENS_AT_A_TIME = 16_384  # in a measurement of a network, per device
-
-
-@cache
-def origin(init_from: str) -> Path:
-    """Return `at_hand(init_from)`. This process copies a folder in a bucket once: a start needs it some nine times."""
-    return at_hand(init_from)
 
 
 def is_network(folder: str | Path) -> bool:
@@ -94,7 +87,7 @@ def tokenizer_in(folder: Path) -> Path | None:
 
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
     """Raise UserError if `config.init_from` has another vocabulary than the data."""
-    folder = tokenizer_in(origin(config.init_from))
+    folder = tokenizer_in(fetch_locally(config.init_from))
     if folder and tokenizer.library.get_vocab() != load_tokenizer(folder).library.get_vocab():
         raise UserError(
             f"{config.init_from} has another vocabulary than the data; prepare the data with "
@@ -104,7 +97,7 @@ def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
 
 def why_no_training(config: Config) -> str:
     """Return why no tokenizer may be trained for a run that starts from `config.init_from`, or "" if one may be."""
-    if not (folder := tokenizer_in(origin(config.init_from))):
+    if not (folder := tokenizer_in(fetch_locally(config.init_from))):
         return ""
     return (
         f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
@@ -114,7 +107,7 @@ def why_no_training(config: Config) -> str:
 
 def require_same_network(config: Config) -> None:
     """Raise UserError if the network in `config.init_from` computes another function than the options ask for."""
-    config, folder = resolved(config), origin(config.init_from)
+    config, folder = resolved(config), fetch_locally(config.init_from)
     arrays = {} if is_run(folder) else stored_arrays(folder)
     theirs, asked = network_config(folder).model, config.model
     others = _function(theirs)
@@ -151,9 +144,9 @@ def _function(model: ModelConfig) -> dict[str, Any]:
 
 def read_params(config: Config, abstract: dict) -> dict:
     """Return the parameters of the equal network in `config.init_from`, padded and sharded as `abstract`."""
-    folder = origin(config.init_from)
+    folder = fetch_locally(config.init_from)
     if is_run(folder):
-        return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]
+        return Checkpoints(config.init_from).restore_params(abstract)[0]
     stored = stored_arrays(folder)
     name_of, transposed = spelling(stored)
 
@@ -175,8 +168,7 @@ def initial_state(built: Build) -> TrainState:
         return built.create_state()
     if not config.init_optimizer:
         return built.create_state()._replace(params=read_params(config, built.abstract_state.params))
-    folder = origin(config.init_from)
-    checkpoints = Checkpoints(network_config(folder).checkpoint.folder or folder)
+    checkpoints = Checkpoints(config.init_from)
     try:
         state, _ = checkpoints.restore(checkpoints.newest, built.abstract_state)
     except Damaged as error:
@@ -187,7 +179,7 @@ def initial_state(built: Build) -> TrainState:
 
 def require_moments(config: Config) -> None:
     """Raise UserError if `config.init_from` has no moments that `config.init_optimizer` could bring."""
-    folder = origin(config.init_from)
+    folder = fetch_locally(config.init_from)
     if not is_run(folder):
         raise UserError(f"--init_optimizer takes the moments of a run, and --init_from={config.init_from} is none")
     theirs, ours = network_config(folder).optimizer.matrices.kind, config.optimizer.matrices.kind

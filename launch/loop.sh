@@ -15,15 +15,14 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
-run_dir= # or the folder of its checkpoints
+run_dir=
 for word in "$@"; do
     case $word in
-        --run_dir=*) run_dir=${run_dir:-${word#*=}} ;;
-        --checkpoint.folder=*) run_dir=${word#*=} ;;
+        --run_dir=*) run_dir=${word#*=} ;;
     esac
 done
 if [ -z "$run_dir" ]; then
-    echo "error: launch/loop.sh needs --run_dir=FOLDER, and with a bucket --checkpoint.folder=gs://BUCKET/RUN" >&2
+    echo "error: launch/loop.sh needs --run_dir=FOLDER or --run_dir=gs://BUCKET/RUN" >&2
     exit 2
 fi
 deadline=

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on TPU VMs: launch/tpu_vm.sh create --config=... --checkpoint.folder=gs://... | wait | status | logs | delete
+# Train on TPU VMs: launch/tpu_vm.sh create --config=... --run_dir=gs://... | wait | status | logs | delete
 # `create` copies what is committed to the bucket and requests the slices. Each host then sets itself up at its boot, and
 # runs launch/loop.sh as a service that also starts after a reboot. Once the run is over, or at the deadline, the hosts
 # delete the slices; that needs roles/tpu.admin for their service account. Settings come from the environment:
@@ -72,7 +72,7 @@ END_OF_HOST
 create() {
     : "${BUCKET:?gs://BUCKET/FOLDER}" "${TYPE:?such as v5litepod-16}" "${RUNTIME:?such as v2-alpha-tpuv5-lite}" \
         "${SERVICE_ACCOUNT:?the account of the hosts}"
-    case " $*" in *" --checkpoint.folder=gs://"*) ;; *) echo "error: --checkpoint.folder=gs://BUCKET/RUN is missing" >&2; exit 2 ;; esac
+    case " $*" in *" --run_dir=gs://"*) ;; *) echo "error: --run_dir=gs://BUCKET/RUN is missing" >&2; exit 2 ;; esac
     if [ -n "$(git status --porcelain --untracked-files=no)" ]; then
         echo "error: there are uncommitted changes, and only what is committed is copied" >&2
         exit 2

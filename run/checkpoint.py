@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, UInt32
 from configs.retry import StorageLost, causes, first_line, passes, patiently, role
 from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
-from run.record import place, reading
+from run.record import in_bucket, reading, storage_path
 from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
@@ -48,7 +48,7 @@ FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 def is_there(path: epath.Path) -> bool:
     """Return whether a file or folder exists. Raise OSError if the disk does not answer; `exists` would return
     False."""
-    if str(path).startswith("gs://"):
+    if in_bucket(path):
         return path.exists()
     try:
         os.stat(path)  # path.stat() fails if the owner or group has no name on this machine (google/etils#790)
@@ -57,28 +57,26 @@ def is_there(path: epath.Path) -> bool:
     return True
 
 
-def whole_steps(folder: epath.Path) -> list[int]:
+def finished_steps(folder: epath.Path) -> list[int]:
     """Return the steps of the complete checkpoints in a `checkpoints` folder, in order."""
     if not is_there(folder):
         return []
-    last_written = COMMITTED if str(folder).startswith("gs://") else FACTS
+    last_written = COMMITTED if in_bucket(folder) else FACTS
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_there(path / last_written))
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder or in `checkpoint.folder`, on a disk or in a bucket (`gs://BUCKET/FOLDER`), to
-    read. The run may continue meanwhile."""
+    """The checkpoints in a run's folder, on a disk or in a bucket (`gs://BUCKET/RUN`), to read. The run may continue
+    meanwhile."""
 
-    def __init__(self, folder: str | Path, scores: Mapping[int, float] = MappingProxyType({})):
-        """Open the folder. `scores`: `val_bpb` of steps, on the first process. Raise UserError if the folder cannot be
-        used. Every process must make one, and call its methods together."""
-        self.folder = place(folder) / "checkpoints"
-        look = lambda: [(step, scores.get(step)) for step in whole_steps(self.folder)]
-        with reading(f"the checkpoints in {folder}"):
-            found = on_first_process(lambda: patiently(str(self.folder), look))
-        self.steps: list[int] = [step for step, _ in found]
+    def __init__(self, run_dir: str | Path):
+        """Open the folder. Raise UserError if it cannot be used. Every process must make one, and call its methods
+        together."""
+        self.folder = storage_path(run_dir) / "checkpoints"
+        find = lambda: finished_steps(self.folder)
+        with reading(f"the checkpoints in {run_dir}"):
+            self.steps: list[int] = on_first_process(lambda: patiently(str(self.folder), find))
         """Steps of the complete checkpoints, in order; the same on every process."""
-        self.scores: dict[int, float] = {step: val_bpb for step, val_bpb in found if val_bpb is not None}
 
     @property
     def newest(self) -> int:
@@ -233,7 +231,7 @@ def _damage(checkpoint: epath.Path) -> Iterator[None]:
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
-        if not is_there(checkpoint / COMMITTED if str(checkpoint).startswith("gs://") else checkpoint):
+        if not is_there(checkpoint / COMMITTED if in_bucket(checkpoint) else checkpoint):
             raise StorageLost(f"{checkpoint} was deleted while it was read") from error
         raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's message names no array
 

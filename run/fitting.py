@@ -2,9 +2,8 @@
 
 One row is compiled, then the rows that a line expects to fit, then the rows that the line through both expects. A
 compiled program says what it needs. If one row does not fit, `SMALLER` options are taken, then `mesh.fsdp` grows.
-events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
-
-`explain_out_of_memory` names the command that plans what would fit, for any choice of rows.
+events.jsonl keeps the choice for later starts. If the memory runs out in a step all the same, half the rows are chosen,
+and the run starts again.
 """
 
 import json
@@ -14,14 +13,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from importlib.metadata import version
 from math import log2
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
@@ -37,10 +33,10 @@ from hosts.machines import (
     machines,
     name_of,
 )
+from hosts.runtime import StartAgain
+from run.clock import Times
 from run.programs import TrainSteps, compile_train_steps, describe
-from run.progress import Progress
 from run.record import Events
-from run.times import Times
 from training.build import Build, build
 from training.memory import SMALLER, line, program_bytes, row_counts, stored_bytes
 from training.mesh import islands
@@ -64,7 +60,7 @@ class Fitting:
 
     def __init__(self, asked: Config, gib: float):
         """`gib`: of a device, in place of what it reports; 0: what it reports. Every process must call it."""
-        self.asked, self.auto, self.is_halved = asked, asked.batch.rows_per_device == "auto", False
+        self.asked, self.auto = asked, asked.batch.rows_per_device == "auto"
         if not self.auto:
             if gib:
                 raise UserError("--memory: the rows are given; --batch.rows_per_device=auto chooses what fits it")
@@ -92,8 +88,7 @@ class Fitting:
         LOGGER.info(describe(built))
         if not self.auto:
             return built, compile_train_steps(built, times)
-        kept = on_first_process(self._read)  # again: the record may have come from the checkpoints' folder
-        now, best, tried = kept or chosen(built), None, []
+        kept, now, best, tried = self.kept, self.kept or chosen(built), None, []
         for _ in range(COMPILATIONS):
             if now != chosen(built):
                 built = build(with_options(built.config, now))
@@ -123,8 +118,9 @@ class Fitting:
         for name, value in chosen(built).items():
             if name != "batch.rows_per_device" and value != before[name]:
                 LOGGER.info(f"--{name}={value}: one row does not fit without it")
-        self._keep(chosen(built), step)
-        on_first_process(lambda: self._share(chosen(built)))
+        choice = chosen(built)
+        if choice != kept:
+            on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
         return built, steps
 
     def _next(self, built: Build, tried: Sequence[tuple[Choice, float]]) -> Choice | None:
@@ -135,7 +131,7 @@ class Fitting:
         if rows == 1 and needs > self.limit:
             later = self.levels[self.levels.index(now) + 1 :] if now in self.levels else self.levels
             return later[0] if later else None
-        points = {each["batch.rows_per_device"]: size for each, size in tried if {**each, **ROWS} == {**now, **ROWS}}
+        points = {other["batch.rows_per_device"]: size for other, size in tried if {**other, **ROWS} == {**now, **ROWS}}
         fitting = max((n for n, size in points.items() if size <= self.limit), default=0)
         refused = min((n for n, size in points.items() if size > self.limit), default=sys.maxsize)
         if len(points) == 1:
@@ -144,20 +140,25 @@ class Fitting:
         more = next(within, 0)
         return {**now, "batch.rows_per_device": more} if more else None
 
-    def halved(self, built: Build, run: Progress, reason: Exception) -> Build:
-        """Return a build with half the rows, if the memory ran out in a step, and put that on record. Raise `reason` if
-        it is another error, a second time, and on several processes, of which the others would wait."""
-        ends = not self.auto or self.is_halved or run.stopping or jax.process_count() > 1
-        config = built.config
-        if ends or config.batch.rows == 1 or "RESOURCE_EXHAUSTED" not in str(reason):
-            raise reason
-        self.is_halved = True
-        rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
-        Events(config.run_dir).add("out_of_memory", run.step, rows_per_device=rows)
-        LOGGER.warning(f"out of memory after step {run.step}: --batch.rows_per_device={rows} from here on")
-        built = build(with_options(config, {"batch.rows_per_device": rows}))
-        self._keep(chosen(built), run.step)
-        return built
+    @contextmanager
+    def fewer_rows_if_out_of_memory(self, built: Build) -> Iterator[None]:
+        """If the devices run out of memory inside, choose half the rows for the next start, and raise StartAgain. With
+        rows that are given, or with one row, add a note to the error: the run ends with code 1."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            config = built.config
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            if not self.auto or config.batch.rows == 1:
+                error.add_note(too_large())
+                raise
+            rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
+            choice = {**chosen(built), "batch.rows_per_device": rows}
+            if jax.process_index() == 0:  # alone: the others may not have run out
+                Events(config.run_dir).add("out_of_memory", 0, rows_per_device=rows)
+                Events(config.run_dir).add("fitted", 0, key=self.key, options=choice)
+            raise StartAgain(f"out of memory: --batch.rows_per_device={rows} from here on") from error
 
     def _compiled(self, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
         """Compile the steps. Return them, None if the compiler refused, and the bytes of a device that they and the
@@ -174,22 +175,9 @@ class Fitting:
         return steps, max_over_processes(int(step)) + stored_bytes(built)["held-out rows"]
 
     def _read(self) -> Choice:
-        """Return the newest choice for such devices and sizes: the run's own, or else another run's."""
+        """Return the run's newest choice for such devices and sizes."""
         fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        found = [event["options"] for event in fitted if event["key"] == self.key]
-        with suppress(OSError, ValueError):  # none, or damaged
-            found = found or [json.loads((known() / self.key).read_text())]
-        return found[-1] if found and found[-1].keys() == {*CHOSEN} else {}
-
-    def _keep(self, choice: Choice, step: int) -> None:
-        """Keep a choice for later starts of this run. Every process must call it."""
-        on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
-
-    def _share(self, choice: Choice) -> None:
-        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
-        with suppress(OSError):
-            known().mkdir(parents=True, exist_ok=True)
-            write_whole(known() / self.key, json.dumps(choice))
+        return next((event["options"] for event in reversed(fitted) if event["key"] == self.key), {})
 
 
 def levels_of(asked: Config, inside: int) -> list[Choice]:
@@ -226,33 +214,26 @@ def words(choice: Choice) -> str:
     return " ".join(f"--{name}={value}" for name, value in choice.items())
 
 
-def known() -> Path:
-    """Return the folder of this machine's choices; another JAX makes its own."""
-    return cache_dir() / "fitted" / version("jaxlib")
-
-
 @contextmanager
-def explain_out_of_memory(mistake: bool = False) -> Iterator[None]:
-    """If the devices run out of memory inside, name the command that plans what would fit. With `mistake`, before any
-    compute, raise a UserError; later, add a note to the error, which ends the run with code 1."""
+def refuse_what_does_not_fit() -> Iterator[None]:
+    """Turn a compiler's lack of memory inside into a UserError with the command that plans what would fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        first_line = str(error).splitlines()[0]
         if exceeds_vector_memory(str(error)):
-            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
+            raise UserError(f"{VECTOR_MEMORY}\n{first_line}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
-            if mistake:
-                raise UserError(f"{_too_large()}\n{str(error).splitlines()[0]}") from error
-            error.add_note(_too_large())
+            raise UserError(f"{too_large()}\n{first_line}") from error
         raise
 
 
-def _too_large() -> str:
+def too_large() -> str:
     """Return a message that a step does not fit the devices, with the command that plans what would fit."""
     kind = jax.devices()[0].device_kind
     too_much = f"the step needs more memory than a {kind} has"
     if (topology := topology_of(jax.devices())).kind not in machines():
         return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
-    words = [word for word in sys.argv[1:] if not word.startswith(("--accept", "--memory"))]
-    plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={name_of(topology)}"])
+    given = [word for word in sys.argv[1:] if not word.startswith(("--accept", "--memory"))]
+    plan = shlex.join(["python", "-m", "tools.plan", *given, f"--topology={name_of(topology)}"])
     return f"{too_much}. What would fit: {plan}"

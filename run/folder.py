@@ -7,9 +7,10 @@ import json
 import os
 import platform
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import jax
@@ -22,49 +23,60 @@ from configs.messages import LOGGER
 from configs.retry import patiently
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
+from hosts.distributed import on_first_process
 from hosts.runtime import versions
-from run.checkpoint import read_facts, whole_steps
-from run.record import CONTINUES, Events, Record, another_went_on, place, read_metrics, reading, saved_up_to
+from run.checkpoint import finished_steps, read_facts
+from run.record import Events, fetch_locally, fetch_record, local_path, read_metrics, saved_up_to, storage_path
 from training.mesh import islands
 
-MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder
+T = TypeVar("T")
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
 
 
 class RunLock:
-    """The lock of the process that writes to a run's folder. The system releases it when the process ends, however."""
+    """The lock of the process that writes to a run's folder, held inside `with`. The system releases it when the
+    process ends, however. A run in a bucket has none. Every process enters; the first one takes the lock."""
 
     def __init__(self, run_dir: str | Path):
-        self.path = Path(run_dir) / "lock"
+        self.run_dir, self.path = run_dir, local_path(run_dir) / "lock"
         self.file: IO | None = None
-        self.claimed = False
-        """True if the folder has no step, and so nothing worth keeping."""
+        self.has_steps = True
+        """False once the folder is known to have no step, and so nothing worth keeping."""
+        self.made: list[Path] = []
+        """Folders that did not exist, the run's own first."""
 
     def __enter__(self) -> "RunLock":
+        """Take the lock, and fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
+        if the folder cannot be written."""
+
+        def take() -> None:
+            self._take()
+            fetch_record(self.run_dir)
+
+        on_first_process(lambda: _writing(self.run_dir, take))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self.file:
-            return
-        with suppress(OSError):
-            if kind and issubclass(kind, UserError):
-                self._leave_nothing()
-        self.file.close()
+        if self.file:
+            with suppress(OSError):
+                if kind and issubclass(kind, UserError):
+                    self._leave_nothing()
+            self.file.close()
 
     def _leave_nothing(self) -> None:
-        """Delete the files of a refused start, unless the folder contains others."""
-        folder, made = self.path.parent, (*MADE, "events.jsonl") if self.claimed else MADE[:1]
-        if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
-            if (folder / "checkpoints").exists():
-                (folder / "checkpoints").rmdir()  # OSError unless it is empty
-            for name in made:
+        """Delete what a refused start made."""
+        folder = self.path.parent
+        if not self.has_steps:
+            for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+        if not (folder / "config.json").exists():
+            self.path.unlink()
+            for path in [folder / "checkpoints", *self.made]:
+                with suppress(OSError):  # not there, or not empty
+                    path.rmdir()
 
-    def take(self) -> None:
-        """Take the lock, if this process does not have it. Raise UserError if another process has it."""
-        if self.file:
-            return
+    def _take(self) -> None:
+        self.made = [folder for folder in self.path.parents if not folder.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+")
         waits = Retrying(
@@ -117,73 +129,62 @@ def _boot() -> str:
     return platform.node()
 
 
-class Past(NamedTuple):
+class RunStatus(NamedTuple):
     """The state of a run by its folder. It converts to JSON, so one process reads it for all."""
 
     changes: list[str]
     """Options that differ from the first start's and change the result."""
-    events: list[dict]
     finished: int
     """Steps in its summary; 0 without one."""
     saved: int
     """The newest step that was ever saved."""
-    saved_in: str
-    """The folder where."""
+    run_id: str
+    """The run's identity, drawn at its first start; empty for a run of before. Its checkpoints have it."""
 
 
-def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
-    """Claim `config.run_dir` for this config, before any compute, and return the run's past.
+def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
+    """Claim `config.run_dir` for this config, before any compute, and return the run's status.
 
     Raise UserError if the folder contains something else, cannot be written, or is in use by another process. Raise it
     also if an option that changes the result differs without acceptance, or if `resume` forbids the folder's state.
     Delete nothing, and record no change yet (`accept`). Only the first process may call it.
     """
+    return _writing(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
+
+
+def _writing(run_dir: str | Path, function: Callable[[], T]) -> T:
+    """Return the result of `function`, for as long as the disk or store needs. Raise UserError if it refuses."""
     try:
-        return patiently(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
+        return patiently(str(run_dir), function)
     except OSError as error:
-        raise UserError(f"--run_dir={config.run_dir} cannot be written: {error}") from error
+        raise UserError(f"--run_dir={run_dir} cannot be written: {error}") from error
 
 
-def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
-    folder, elsewhere = Path(config.run_dir), config.checkpoint.folder
-    record, checkpoints = folder / "config.json", f"--checkpoint.folder={elsewhere}"
-    with reading(checkpoints):
-        copied = elsewhere != "" and (place(elsewhere) / record.name).exists()
-    if not (record.exists() or copied) and (saved := _saved_facts(config)):
-        lock.take()
+def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
+    folder = local_path(config.run_dir)
+    record, checkpoints = folder / "config.json", checkpoint_folder(config)
+    if not record.exists() and (saved := _saved_facts(checkpoints)):
         first = config_from_json(json.dumps(saved["config"]))
         write_record(record, first, saved["dataset"], [], saved.get("run_id", ""))
         LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
-        # A start that ended while it claimed the folder may leave these.
-        harmless = {*MADE, f"{record.name}.partial", "on_event.log"}
+        # A start that ended while it claimed the folder may leave these, and a preflight its file.
+        harmless = {"lock", f"{record.name}.partial", ".preflight-0", "on_event.log"}
         harmless |= {path.name for path in folder.glob("traceback-*.txt")}
-        if copied:
-            harmless |= {part for name in CONTINUES for part in (name.split("/")[0], f"{name}.partial")}
-        if folder.exists() and {path.name for path in folder.iterdir()} - harmless:
+        if {path.name for path in folder.iterdir()} - harmless:
             raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
-    lock.take()
-    mine = Events(folder).read()
-    with reading(checkpoints) if elsewhere else nullcontext():
-        others = Events(elsewhere).read() if copied else []
-        fetching = copied and (not record.exists() or another_went_on(mine, others))
-        # Steps only in the metrics: a run before its first checkpoint, or a version without events.
-        logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
-        has_steps = saved_up_to(others if fetching else mine) or logged or whole_steps(checkpoint_folder(config))
+    events = Events(folder).read()
+    # Steps only in the metrics: a run before its first checkpoint, or a version without events.
+    logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
+    has_steps = saved_up_to(events) or logged or finished_steps(checkpoints)
     if config.resume == "must" and not has_steps:
         raise UserError(f"--resume=must, but there is no run in {folder}")
     if config.resume == "never" and has_steps:
-        holder, option = (elsewhere, "checkpoint.folder") if fetching else (folder, "run_dir or --name")
-        raise UserError(f"--resume=never, but {holder} holds a run already; choose another --{option}")
-    if fetching:
-        if record.exists():
-            LOGGER.info(f"another machine has continued this run: fetching its record from {elsewhere}")
-        with reading(checkpoints):
-            Record(folder, elsewhere).fetch()
+        raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     if not has_steps:  # a start without a step does not bind later ones
-        lock.claimed = True
-        write_record(record, config, fingerprint, [], uuid4().hex)
-        return Past([], [], 0, 0, "")
+        lock.has_steps, run_id = False, uuid4().hex
+        write_record(record, config, fingerprint, [], run_id)
+        return RunStatus([], 0, 0, run_id)
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
     now = options(config) | {"dataset": fingerprint}
@@ -198,17 +199,15 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             "give the first start's settings to continue it, another --name to start a new run, "
             "or --accept_changes to continue it with these"
         )
-    events = Events(folder).read()
     saved = saved_up_to(events) if events else logged
-    return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
+    return RunStatus(changes, _finished(folder), saved, facts.get("run_id", ""))
 
 
-def _saved_facts(config: Config) -> dict[str, Any] | None:
+def _saved_facts(checkpoints: epath.Path) -> dict[str, Any] | None:
     """Return the run's facts from its newest readable checkpoint."""
-    folder = checkpoint_folder(config)
-    for step in reversed(whole_steps(folder)):
+    for step in reversed(finished_steps(checkpoints)):
         with suppress(ValueError, OSError):
-            return read_facts(folder / str(step))
+            return read_facts(checkpoints / str(step))
     return None
 
 
@@ -221,24 +220,26 @@ def _finished(folder: Path) -> int:
 
 def checkpoint_folder(config: Config) -> epath.Path:
     """Return the folder of a run's checkpoints."""
-    return place(config.checkpoint.folder or config.run_dir) / "checkpoints"
+    return storage_path(config.run_dir) / "checkpoints"
 
 
-def require_checkpoints(config: Config, past: Past) -> None:
-    """Raise UserError if a run has saved checkpoints that are gone: a new start would erase its record."""
+def require_checkpoints(config: Config, saved: int) -> None:
+    """Raise UserError if a run was saved up to step `saved`, and its checkpoints are gone: a new start would erase its
+    record."""
     folder = checkpoint_folder(config)
-    if past.saved and not whole_steps(folder):
+    if saved and not finished_steps(folder):
         raise UserError(
-            f"{config.run_dir} was saved up to step {past.saved} in {past.saved_in}/checkpoints, and {folder} holds no "
-            "checkpoint now: is its disk mounted, were they moved, or deleted? Bring them there, or start a new run "
-            "with another --name"
+            f"{config.run_dir} was saved up to step {saved}, and {folder} holds no checkpoint now: is its disk "
+            "mounted, were they moved, or deleted? Bring them there, or start a new run with another --name"
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int, tokens: int, **facts: Any) -> None:
+def write_start_record(
+    config: Config, fingerprint: str, changes: list[str], step: int, tokens: int, **facts: Any
+) -> None:
     """Record that the run continues from `step`, at `tokens` tokens of the data, with the changes and these facts.
     Only the first process may call it, once the state is restored."""
-    folder = Path(config.run_dir)
+    folder = local_path(config.run_dir)
     record = folder / "config.json"
     recorded, _ = read_record(record)
     all_changes = recorded["changes"] + ([changes] if changes else [])
@@ -249,15 +250,10 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, toke
     Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
 
 
-def run_id(run_dir: str | Path) -> str:
-    """Return the identity of a run, drawn at its first start; empty for a run of before. Its checkpoints have it."""
-    return read_record(Path(run_dir) / "config.json")[0].get("run_id", "")
-
-
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
-    record = Path(run_dir).expanduser() / "config.json"
-    if not record.is_file() and whole_steps(epath.Path(record.parent) / "checkpoints"):
+    record = fetch_locally(run_dir) / "config.json"
+    if not record.is_file() and finished_steps(storage_path(run_dir) / "checkpoints"):
         raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
@@ -274,8 +270,8 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run. Restore it: with "
-            "--checkpoint.folder there is a copy next to the checkpoints"
+            f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run. Restore it, "
+            "or delete it: the run's train.py command writes it again from a checkpoint"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a run: the clock, metrics.jsonl and TensorBoard."""
+"""The metrics of a run: metrics.jsonl and TensorBoard."""
 
 import json
 import re
@@ -6,16 +6,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from configs.files import append_whole, write_whole
 from run.notify import Wandb
-from run.record import finite, read_metrics
+from run.record import finite, local_path, read_metrics
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.
@@ -29,57 +28,7 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
-RESULTS = ("loss", "val_loss", "val_bpb", "core")  # TensorBoard shows it with each run's options
-
-
-class Rates(NamedTuple):
-    """Measurements of a clock since its last reading."""
-
-    tokens_per_second: float
-    data_wait: float
-    """Share of the time in which the devices were idle because the next batch was not there."""
-    own_seconds: float
-    """Seconds in which this process did not wait for its devices, whose collectives wait for other processes."""
-
-
-class Clock:
-    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
-
-    def __init__(self, seconds: float, tokens: int):
-        self.before = seconds
-        self.last = (seconds, tokens)
-        self.idle = self.on_devices = 0.0
-        """Seconds since the last reading: of `data_wait`, and of waiting for the devices."""
-
-    def start(self) -> None:
-        """Start to count."""
-        self.origin = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds so far."""
-        return self.before + time.perf_counter() - self.origin
-
-    def rates(self, tokens: int) -> Rates:
-        """Return the measurements since the last reading."""
-        (seconds, before), self.last = self.last, (self.seconds, tokens)
-        passed, idle, on_devices = self.last[0] - seconds, self.idle, self.on_devices
-        self.idle = self.on_devices = 0.0
-        return Rates((tokens - before) / passed, idle / passed, passed - on_devices)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for the devices."""
-        start = time.perf_counter()
-        yield
-        self.on_devices += time.perf_counter() - start
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside."""
-        start = time.perf_counter()
-        yield
-        self.origin += time.perf_counter() - start
+RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run's options
 
 
 class MetricsWriter:
@@ -104,7 +53,9 @@ class MetricsWriter:
         self.problem = ""
         if not self.writes:
             return
-        self.path, self.waiting = Path(run_dir) / "metrics.jsonl", ""
+        self.path = local_path(run_dir) / "metrics.jsonl"
+        self.waiting: list[dict] = []
+        """Lines that the disk had no room for."""
         # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
         kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -117,17 +68,17 @@ class MetricsWriter:
         Numbers that are not finite become null, as JSON requires."""
         if not self.writes:
             return
-        line = finite({**line, "time": time.time()})
-        self.waiting += json.dumps(line, allow_nan=False) + "\n"
+        self.waiting.append(finite({**line, "time": time.time()}))
         try:
-            append_whole(self.path, self.waiting)
-            self.waiting, self.problem = "", ""
+            append_whole(self.path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.waiting))
         except OSError as error:
             self.problem = f"{self.path} cannot be written: {error.strerror or error}; its lines wait in memory"
             return
-        self._show([line])
+        lines, self.waiting, self.problem = self.waiting, [], ""
+        self._show(lines)
         if self.wandb:
-            self.wandb.show(line)
+            for line in lines:
+                self.wandb.show(line)
 
     def _show(self, lines: list[dict]) -> None:
         """Write lines for TensorBoard; all of them again at the start, and after its file could not be written."""

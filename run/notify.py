@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -18,7 +17,8 @@ import jax
 from configs.messages import start_hook
 from configs.retry import first_line
 from configs.schema import Config, UserError, options
-from run.record import Events, Record, place
+from hosts.runtime import TrainingAborted
+from run.record import Events, local_path, storage_path, upload
 
 COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends
 WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reached; further ones are dropped
@@ -35,23 +35,24 @@ def tell(
     waits for it, for some seconds. A failure is reported and changes nothing."""
     if jax.process_index() == 0:
         wait = COMMAND_SECONDS if event in ("failure", "end") else 0
-        start_hook(config, event, message, step, log=Path(config.run_dir) / "on_event.log", wait=wait)
+        start_hook(config, event, message, step, log=local_path(config.run_dir) / "on_event.log", wait=wait)
 
 
 @contextmanager
-def tell_of_failure(config: Config, record: Record) -> Iterator[None]:
-    """Notify of an exception inside, unless somebody asked for the end. Keep its traceback with the record, except for
-    a user's mistake."""
+def notify_of_failure(config: Config) -> Iterator[None]:
+    """Notify of an exception inside, unless somebody asked for the end. Keep its traceback in the run's folder, except
+    for a user's mistake and for an aborted training."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError | TrainingAborted):
             with suppress(Exception):  # the disk or the store may have failed
                 name = f"traceback-{jax.process_index()}.txt"
-                (place(record.elsewhere or record.run_dir) / name).write_text(traceback.format_exc())
-                if jax.process_index() == 0:
-                    record.copy()
+                (storage_path(config.run_dir) / name).write_text(traceback.format_exc())
         tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):
+                upload(config.run_dir)
         raise
 
 
@@ -81,7 +82,7 @@ class Wandb:
             import wandb  # pyright: ignore[reportMissingImports]
 
             entity, _, project = config.log.wandb.rpartition("/")
-            # One run there for all starts of this one, on any machine: events.jsonl is stored with checkpoints.
+            # One run there for all starts of this one, on any machine.
             first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
             run = wandb.init(
                 project=project,
@@ -89,7 +90,7 @@ class Wandb:
                 name=config.name,
                 id=f"{int(1000 * first):x}",
                 resume="allow",
-                dir=config.run_dir,
+                dir=local_path(config.run_dir),
                 config=options(config),
                 settings=wandb.Settings(console="off", silent=True, login_timeout=WANDB_SECONDS),
             )

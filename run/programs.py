@@ -1,14 +1,11 @@
-"""The compiled programs of a run's step, its batches, and lines that describe them."""
+"""The compiled programs of a run's step, and lines that describe them."""
 
 from typing import Any, NamedTuple
 
-from data.dataset import Text
-from data.loader import StepBatches, local_rows
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
-from run.progress import Start
-from run.times import Times
+from run.clock import Times
 from training.build import Build
 from training.mesh import note_on_slow_links
 from training.step import TrainStep
@@ -21,29 +18,17 @@ class TrainSteps(NamedTuple):
     measuring_step: TrainStep
     """The same step with diagnostics."""
 
-    def after(self, step: int, measured_every: int) -> TrainStep:
-        """Return the program of the step that follows `step`. With `measured_every` 0, none has diagnostics."""
-        return self.measuring_step if measured_every and (step + 1) % measured_every == 0 else self.train_step
-
 
 def compile_train_steps(built: Build, times: Times) -> TrainSteps:
     """Compile the programs that the run needs. A compiled program refuses other shapes, so no step can recompile. Every
     process must call it, together with the others."""
     every = built.config.diagnostics.every_steps
     with times.during("compile"):
-        taken: Any = [
+        compiled: Any = [
             step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
             for step, needed in ((built.train_step, every != 1), (built.measuring_step, every))
         ]
-    return TrainSteps(taken[0] or taken[1], taken[1] or taken[0])
-
-
-def batches_after(start: Start, built: Build, text: Text) -> StepBatches:
-    """Return the batches of the steps after `start`."""
-    config, shape = built.config, built.batch_shape
-    row = start.tokens // config.batch.sequence_length
-    mine = local_rows(shape, built.batch_sharding)
-    return StepBatches(text.train, text.mixture, config.seed, shape, mine, text.document_bos, row)
+    return TrainSteps(compiled[0] or compiled[1], compiled[1] or compiled[0])
 
 
 def describe(built: Build) -> str:

@@ -1,14 +1,14 @@
-"""A run's record: the lines of its events.jsonl and metrics.jsonl, and the copy of its folder in `checkpoint.folder`.
-Without JAX.
+"""A run's record: everything in its folder but the checkpoints. Without JAX.
 
-Events are never rewritten; a resumed run drops metrics after its checkpoint (run/metrics.py). Another machine resumes
-from the copy, and any machine can read it: a run in a bucket needs no other disk. Checkpoints are not part of it.
+A run in a bucket (`--run_dir=gs://BUCKET/RUN`) writes its record to a folder of this process, which is filled from the
+bucket at a start, and uploaded before each checkpoint is complete and at the end (`upload`). Other commands read a copy
+(`fetch_locally`). Events are never rewritten; a resumed run drops metrics after its checkpoint (run/metrics.py).
 
-`begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
-`start`: the step, the tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a
-complete checkpoint. `went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the step before, and the
-rows that the run continues with. `stop`: the last step, the exit code, and the process's seconds by activity
-(run/times.py). Events identify a run whose checkpoints are gone, and the batch that each step saw.
+events.jsonl has these lines. `fitted`: the options that `batch.rows_per_device=auto` chose. `start`: the step, the
+tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a complete checkpoint.
+`went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the step before, and the rows of the next start.
+`stop`: the last step, the exit code, and the process's seconds by activity (run/clock.py). Events identify a run whose
+checkpoints are gone, and the batch that each step saw.
 """
 
 import json
@@ -27,29 +27,16 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.command_line import Exit
 from configs.files import append_whole
 from configs.retry import StorageLost, first_line, passes, patiently, role
 from configs.schema import UserError
-
-# Events come last, in both directions: they show a start whether the copy is newer.
-CONTINUES = (
-    "config.json",
-    "metrics.jsonl",
-    "tokenizer/tokens.json",
-    "tokenizer/tokenizer.json",
-    "loss.png",
-    "summary.json",
-    "events.jsonl",
-)
 
 
 class Events:
     """The events of one run. Only the first process may write."""
 
     def __init__(self, run_dir: str | Path):
-        in_bucket = str(run_dir).startswith("gs://")  # a copy, only read
-        self.path: Any = (epath.Path(run_dir) if in_bucket else Path(run_dir)) / "events.jsonl"
+        self.path = local_path(run_dir) / "events.jsonl"
 
     def add(self, event: str, step: int, **facts: Any) -> None:
         """Append an event, synced to disk, or nothing. First cut off a half line that a kill left. Raise OSError if
@@ -83,35 +70,6 @@ def saved_up_to(events: list[dict]) -> int:
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
 
 
-def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
-    """Return whether another machine continued from the copy of this one's events. Raise UserError if each has saved a
-    step that the other has not."""
-    common = next((i for i, (one, other) in enumerate(zip(mine, copied)) if one != other), min(len(mine), len(copied)))
-    begins = [event["step"] for event in copied[common:] if event["event"] == "start"]
-    if not begins:
-        return False
-    if (here := max((event["step"] for event in mine[common:] if event["event"] == "saved"), default=0)) > begins[0]:
-        raise UserError(
-            f"two machines have continued this run: this one up to step {here}, another one from step {begins[0]} on; "
-            "delete this machine's run folder to follow the other one, or give another --checkpoint.folder"
-        )
-    return True
-
-
-def starts_in_vain(events: list[dict], newest: int) -> int:
-    """Count the processes that began from the newest checkpoint `newest`, since it was saved, a person stopped the run,
-    or it was given up."""
-    count, again = 0, [code for code in Exit if code.start_again]
-    for event in reversed(events):
-        if event["event"] == "stop" and event.get("code") not in again:
-            break
-        if event["event"] == "begun":
-            if event["step"] != newest:
-                break
-            count += 1
-    return count
-
-
 def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
     """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
     batch. `tokens_per_step` applies if no start is recorded."""
@@ -125,7 +83,7 @@ def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, 
 def read_metrics(run_dir: str | Path) -> list[dict]:
     """Return the lines of metrics.jsonl, none if there is no such file. Skip and report a damaged line, except an
     incomplete last one, which a kill may leave."""
-    path = Path(run_dir) / "metrics.jsonl"
+    path = local_path(run_dir) / "metrics.jsonl"
     texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):
@@ -153,24 +111,32 @@ def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
     return {line["step"]: figure for line in read_metrics(run_dir) if (figure := line.get(name)) is not None}
 
 
-def place(folder: str | Path) -> epath.Path:
+def in_bucket(folder: Any) -> bool:
+    """Return whether a folder is in a bucket."""
+    return str(folder).startswith("gs://")
+
+
+def storage_path(folder: str | Path) -> epath.Path:
     """Return a folder's path, on a disk or in a bucket (`gs://`)."""
-    if not str(folder).startswith("gs://"):
-        return epath.Path(Path(folder).resolve())
+    if not in_bucket(folder):
+        return epath.Path(Path(folder).expanduser().resolve())
     # Other processes and tensorstore write to the bucket: a cached listing may be out of date.
     fsspec.config.conf["gcs"] = {**fsspec.config.conf.get("gcs", {}), "use_listings_cache": False}
     return epath.Path(folder)
 
 
-def copy(source: epath.Path, target: epath.Path) -> None:
-    """Copy a small file atomically."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if str(target).startswith("gs://"):  # objects appear atomically
-        target.write_bytes(source.read_bytes())
-        return
-    partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(source.read_bytes())
-    partial.replace(target)
+@cache
+def _copies() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="tokensum-")
+
+
+def local_path(run_dir: str | Path) -> Path:
+    """Return the folder on this machine with a run's record: the run's own, or this process's copy of one in a
+    bucket, deleted with the process."""
+    if not in_bucket(run_dir):
+        return Path(run_dir).expanduser()
+    source = storage_path(run_dir)
+    return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
 
 
 @contextmanager
@@ -186,68 +152,64 @@ def reading(what: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be read: {first_line(error)}{role(error)}") from error
 
 
-class Record:
-    """The record in `run_dir`, and its copy in `elsewhere` (empty: none). Only for the first process."""
+UPLOADED: dict[Path, tuple[int, int]] = {}
+"""Size and time of each file that this process has fetched or uploaded."""
 
-    def __init__(self, run_dir: str | Path, elsewhere: str = ""):
-        self.run_dir, self.elsewhere = Path(run_dir), elsewhere
-        self.copied: dict[str, tuple[int, int]] = {}
-        """Size and time of the files that this process has copied."""
 
-    def copy(self) -> None:
-        """Copy files that changed since the last time, and delete those that are gone. Copy TensorBoard's files too."""
-        if not self.elsewhere:
-            return
-        target = place(self.elsewhere)
-        board = sorted(path for path in (self.run_dir / "tensorboard").rglob("*") if path.is_file())
-        known = any(name.startswith("tensorboard/") for name in self.copied)
-        if board and not known and (old := target / "tensorboard").exists():
+def upload(run_dir: str | Path) -> None:
+    """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on a
+    disk. Only the first process may call it, and one thread at a time."""
+    if not in_bucket(run_dir):
+        return
+    local, target = local_path(run_dir), storage_path(run_dir)
+    files = [path for path in sorted(local.rglob("*")) if path.is_file() and path.suffix != ".partial"]
+    board = local / "tensorboard"
+    if board.exists() and not any(path.is_relative_to(board) for path in UPLOADED):
+        old = target / board.name
+        if old.exists():
             old.rmtree()  # from another process: each writes all lines again, under other names
-        present = {}
-        for name in [*(str(path.relative_to(self.run_dir)) for path in board), *CONTINUES]:
-            with suppress(FileNotFoundError):
-                about = (self.run_dir / name).stat()
-                present[name] = (about.st_size, about.st_mtime_ns)
-                if present[name] != self.copied.get(name):
-                    copy(epath.Path(self.run_dir / name), target / name)
-        for name in self.copied.keys() - present.keys():
-            (target / name).unlink(missing_ok=True)
-        self.copied = present
-
-    def fetch(self) -> None:
-        """Replace the record in `run_dir` by the copy."""
-        source = place(self.elsewhere)
-        for name in CONTINUES:
-            if (source / name).exists():
-                copy(source / name, epath.Path(self.run_dir / name))
+    present: dict[Path, tuple[int, int]] = {}
+    for path in files:
+        with suppress(FileNotFoundError):
+            about = path.stat()
+            present[path] = (about.st_size, about.st_mtime_ns)
+            if present[path] != UPLOADED.get(path) and path.name != "lock":
+                (target / path.relative_to(local)).write_bytes(path.read_bytes())
+                UPLOADED[path] = present[path]
+    for path in [path for path in UPLOADED if path.is_relative_to(local) and path not in present]:
+        (target / path.relative_to(local)).unlink(missing_ok=True)
+        del UPLOADED[path]
 
 
 @cache
-def _copies() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="tokensum-")
-
-
-def at_hand(folder: str | Path) -> Path:
-    """Return a folder on this machine with a run's record, or with a network that export.py wrote. For one in a bucket,
-    each call makes a copy of the record, deleted with this process; checkpoints are read from the bucket. Raise
-    UserError if nothing is there."""
-    if not str(folder).startswith("gs://"):
-        return Path(folder).expanduser()
-    source = place(folder)
-    target = Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
-
-    def fetch() -> None:
-        inner = source / "tokenizer"
-        for path in [*source.iterdir(), *(inner.iterdir() if inner.exists() else ())]:
-            if not path.is_dir():
-                copy(path, epath.Path(target / path.relative_to(source)))
-
+def fetch_locally(folder: str | Path) -> Path:
+    """Return a folder on this machine with a run's record, or with a network that export.py wrote; for one in a bucket,
+    a copy as it is now. Checkpoints stay in the bucket. Raise UserError if nothing is there."""
+    local, source = local_path(folder), storage_path(folder)
+    if not in_bucket(folder):
+        return local
     with reading(str(folder)):
-        patiently(str(folder), lambda: fetch() if source.exists() else None)
-    record = target / "config.json"
-    if not record.exists() and not any(target.glob("*.safetensors")):
+        patiently(str(folder), lambda: _fetch(source, local))
+    if not (local / "config.json").exists() and not any(local.glob("*.safetensors")):
         raise UserError(f"{folder} holds no run (no config.json) and no network (no *.safetensors)")
-    if record.exists() and "config" in (facts := json.loads(record.read_text())):
-        facts["config"].setdefault("checkpoint", {})["folder"] = str(folder)
-        record.write_text(json.dumps(facts))
-    return target
+    return local
+
+
+def fetch_record(run_dir: str | Path) -> None:
+    """Fill this process's copy of the record of a run in a bucket, if there is one."""
+    if in_bucket(run_dir):
+        with reading(f"--run_dir={run_dir}"):
+            _fetch(storage_path(run_dir), local_path(run_dir))
+
+
+def _fetch(source: epath.Path, local: Path) -> None:
+    """Copy the files of a folder in a bucket, and of its folder of the tokenizer."""
+    local.mkdir(parents=True, exist_ok=True)
+    for folder in (source, source / "tokenizer") if source.exists() else ():
+        for path in folder.iterdir() if folder.exists() else ():
+            if not path.is_dir():
+                copy = local / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(path.read_bytes())
+                about = copy.stat()
+                UPLOADED[copy] = (about.st_size, about.st_mtime_ns)

@@ -14,7 +14,6 @@ from configs.schema import Config, MeshConfig
 from configs.validation import validate
 from run.checkpoint import Checkpoints
 from run.folder import record_of
-from run.record import scores
 from training.build import build
 from training.mesh import make_mesh, sizes_of
 from training.optimizer import path_name
@@ -38,7 +37,7 @@ def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
     there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    checkpoints = Checkpoints(run_dir)
     abstract = abstract_params(config.model, mesh)
     return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step))
 
@@ -50,7 +49,7 @@ def read_in_shards(
     dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
     read."""
     _, config = record_of(run_dir)
-    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    checkpoints = Checkpoints(run_dir)
     step = checkpoints.asked(step)
     abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
     shards: list[dict[tuple, Any]] = [{}]
@@ -74,4 +73,4 @@ def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """Return a run's checkpoints, and the abstract state to restore on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir, scores(run_dir)), built.abstract_state
+    return Checkpoints(run_dir), built.abstract_state

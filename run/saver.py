@@ -13,27 +13,28 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs import retry
 from configs.messages import LOGGER
-from configs.retry import StorageLost, described, first_line, patiently
+from configs.retry import StorageLost, described, first_line, patiently, role
 from configs.schema import CheckpointConfig, UserError
 from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
-from hosts.runtime import versions
+from hosts.runtime import TrainingAborted, versions
 from run.checkpoint import (
     COMMITTED,
     FACTS,
     UNFINISHED,
     Checkpoints,
+    all_finite,
     arrays_of,
     checksums,
     digest,
@@ -41,18 +42,19 @@ from run.checkpoint import (
     items_of,
     outside_event_loop,
 )
-from run.record import Record, place, role
+from run.record import Events, in_bucket, local_path, scores, storage_path, upload
 from training.state import TrainState
 
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 DELETED = ".deleted"  # suffix of a folder that is being deleted
+MOST_FAILED = 10  # consecutive failed saves that end the run
 
 
 class Failure(NamedTuple):
     """A failed save."""
 
     message: str
-    passing: bool
+    may_pass: bool
     """True if the reason may pass by itself."""
     time: float
 
@@ -60,48 +62,49 @@ class Failure(NamedTuple):
 class Saver(Checkpoints):
     """The checkpoints of a run that continues: it saves them, and deletes old ones."""
 
-    def __init__(
-        self,
-        folder: str | Path,
-        config: CheckpointConfig,
-        record: Record | None = None,
-        on_saved: Callable[[int], None] = lambda step: None,
-        scores: Mapping[int, float] = MappingProxyType({}),
-    ):
-        """Open the folder, and clear it of what a kill left. `record` is copied before each save. `on_saved` is called
-        on the first process with the step of each completed checkpoint."""
-        self.config, self.record, self.on_saved = config, record, on_saved
-        self.folder = place(folder) / "checkpoints"
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig):
+        """Open the run's folder of checkpoints, and clear it of what a kill left."""
+        self.config, self.run_dir = config, run_dir
+        self.folder = storage_path(run_dir) / "checkpoints"
         try:
             on_first_process(lambda: patiently(str(self.folder), self._clear))
         except (UserError, StorageLost):
             raise
         except Exception as error:  # from the disk or the store
-            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}{role(error)}") from error
-        super().__init__(folder, scores)
+            raise UserError(f"checkpoints cannot be kept in {run_dir}: {first_line(error)}{role(error)}") from error
+        super().__init__(run_dir)
         self.pending: Saving | None = None
         """The save in progress."""
         self.failures: list[Failure] = []
         """Consecutive failed saves; the same on every process."""
+        self.time = time.monotonic()
+        """When this process saved last, or began."""
+        self.overdue = False
+        """True if the last save failed, or if `checkpoint.every_minutes` passed without one; the same on every
+        process."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
         holds the parameters' `shapes` without padding (`model.gpt.parameter_shapes`).
 
-        A save that fails, at once or in the background, is counted (`failing`). Older checkpoints are deleted once a
-        newer one is complete.
+        A save that fails, at once or in the background, is counted (`poll`). Older checkpoints are deleted once a newer
+        one is complete. Raise TrainingAborted if the run's folder was deleted, if a parameter is not finite, or after
+        ten failures in a row.
         """
+        if facts.get("run_id") and not on_first_process((local_path(self.run_dir) / "config.json").exists):
+            raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
+        if not all_finite(state.params):
+            raise TrainingAborted("the parameters are not finite, so they are not saved; try a lower learning rate")
         facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
         facts["checksums"] = checksums(arrays_of(state), facts["shapes"])
         facts["sha256"] = digest(facts)
-        self.failing()
+        self.wait()
+        self.time, self.overdue = time.monotonic(), False
         if step in self.steps:
             return
         target = self.folder / str(step)
 
         def begin() -> None:
-            if self.record:
-                self.record.copy()
             partial = unfinished(target)
             if partial.exists():
                 partial.rmtree()
@@ -112,23 +115,29 @@ class Saver(Checkpoints):
         if failure := on_first_process(lambda: _failure(begin)):
             self._failed(failure)
         else:
-            self.pending = Saving(target, items_of(state), facts)
+            self.pending = Saving(self.run_dir, target, items_of(state), facts)
+        self._give_up_after(MOST_FAILED)
 
-    def score(self, step: int, val_bpb: float) -> None:
-        """Note the bits per byte of a checkpoint, saved or in progress. The best is kept. The run's metrics record
-        it."""
-        self.scores[step] = val_bpb
+    def poll(self) -> None:
+        """Count the save in progress, if it ended, and note whether one is `overdue`. Raise TrainingAborted after ten
+        failures in a row."""
+        if self.pending and not max_over_processes(self.pending.is_alive()):
+            self.wait()
+        minutes = self.config.every_minutes
+        is_old = bool(minutes) and max_over_processes(time.monotonic() - self.time > 60 * minutes)
+        self.overdue = bool(self.failures and not self.pending) or bool(is_old)
+        self._give_up_after(MOST_FAILED)
 
-    def failing(self, wait: bool = True) -> int:
-        """Return the number of consecutive failed saves, the last one included. With `wait`, wait for its end;
-        otherwise count it if it failed already. After a success, delete old checkpoints."""
-        if not self.pending or (not wait and max_over_processes(self.pending.is_alive())):
-            return len(self.failures)
+    def wait(self) -> None:
+        """Wait for the end of the save in progress, and count it if it failed. After a success, delete old
+        checkpoints."""
+        if not self.pending:
+            return
         saved, self.pending = self.pending, None
         saved.join()
         if saved.failure:
             self._failed(saved.failure)
-            return len(self.failures)
+            return
         if self.failures:
             on_first_process(self._try_to_clear)
         self.failures.clear()
@@ -136,9 +145,28 @@ class Saver(Checkpoints):
         self.steps.append(step)
         if jax.process_index() == 0:
             with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
-                self.on_saved(step)
+                Events(self.run_dir).add("saved", step)
         self._delete_old()
-        return 0
+
+    def save_last(self, step: int, state: TrainState, facts: dict) -> None:
+        """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause: raise
+        TrainingAborted after ten."""
+
+        def attempt() -> list[Failure]:
+            self.wait()
+            if step not in self.steps:
+                self.save(step, state, facts)
+                self.wait()
+            return self.failures
+
+        again = lambda failures: failures and (len(failures) < MOST_FAILED or failures[-1].may_pass)
+        pause = wait_random_exponential(multiplier=0.5, max=retry.LONGEST)
+        Retrying(retry=retry_if_result(again), wait=pause)(attempt)
+        self._give_up_after(1)
+
+    def _give_up_after(self, most: int) -> None:
+        if len(self.failures) >= most and not self.failures[-1].may_pass:
+            raise TrainingAborted(f"{len(self.failures)} save(s) in a row failed: {self.failures[-1].message}")
 
     def _failed(self, failure: str) -> None:
         """Count a failed save, and remove what it left, to free the disk: training continues. Raise StorageLost if the
@@ -147,21 +175,28 @@ class Saver(Checkpoints):
         self.failures.append(failed)
         LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")
         on_first_process(self._try_to_clear)
-        if failed.passing and max_over_processes(time.monotonic() - self.failures[0].time > retry.SECONDS):
+        if failed.may_pass and max_over_processes(time.monotonic() - self.failures[0].time > retry.SECONDS):
             raise StorageLost(f"saving in {self.folder}: {failed.message}")
 
     def _try_to_clear(self) -> None:
         with suppress(Exception):  # the disk does not answer; the next successful save repeats this
             self._clear()
 
-    def close(self) -> None:
-        """Wait until the last save is written. Complete the deletions of an earlier start that was killed."""
-        self.failing()
-        self._delete_old()
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until the last save is written, except after an error that other processes may not have. Complete the
+        deletions of an earlier start that was killed."""
+        if kind in (None, TrainingAborted) or jax.process_count() == 1:
+            self.wait()
+            self._delete_old()
+        if kind is TrainingAborted:
+            LOGGER.error(f"the newest checkpoint is of step {self.newest}" if self.steps else "no checkpoint was saved")
 
     def _clear(self) -> None:
-        """Delete what a kill or a failure left half written or half deleted. Put aside what has a checkpoint's name but
-        is not one. Raise UserError for a checkpoint that others copied into a bucket. On the first process."""
+        """Delete what a kill or a failure left half written or half deleted. Move aside an incomplete folder with a
+        checkpoint's name. Raise UserError for a checkpoint that others copied into a bucket. On the first process."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
         for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
@@ -174,7 +209,7 @@ class Saver(Checkpoints):
             if is_unfinished or path.name.endswith((HALF_DONE, DELETED)):
                 path.rmtree()
             elif path.name.isdigit() and not self._in_bucket and not is_there(path / FACTS):
-                self._put_aside(path)
+                self._move_aside(path)
                 LOGGER.warning(f"checkpoint {path.name} cannot be read (it is incomplete); it is in bad-checkpoints")
 
     def restore_newest(self, abstract: TrainState, run_id: str = "") -> tuple[TrainState, dict] | None:
@@ -191,7 +226,7 @@ class Saver(Checkpoints):
                 continue
             if bad:
                 self.steps = [step for step in self.steps if step not in bad]
-                on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
+                on_first_process(lambda: [self._move_aside(self.folder / str(step)) for step in bad])
             return restored
         if bad:
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
@@ -201,19 +236,19 @@ class Saver(Checkpoints):
         """Move the checkpoints newer than `step`'s to newer-checkpoints/."""
         newer = [other for other in self.steps if other > step]
         self.steps = [other for other in self.steps if other <= step]
-        self.scores = {other: score for other, score in self.scores.items() if other <= step}
-        move = lambda: [self._put_aside(self.folder / str(other), "newer-checkpoints") for other in newer]
+        move = lambda: [self._move_aside(self.folder / str(other), "newer-checkpoints") for other in newer]
         on_first_process(lambda: patiently(str(self.folder), move))
         if newer:
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 
     def _kept(self) -> set[int]:
-        """Return the steps to keep: the newest, every n-th, and the best by bits per byte."""
+        """Return the steps to keep: the newest, every n-th, and the best by bits per byte on record."""
         every = self.config.keep_every
+        bits = dict(on_first_process(lambda: [*scores(self.run_dir).items()]))
         kept = {*self.steps[-self.config.keep :], *(step for step in self.steps if every and step % every == 0)}
         # NaN is not a score: it would be the best.
-        scored = [step for step in self.steps if math.isfinite(self.scores.get(step, math.nan))]
-        return kept | {min(reversed(scored), key=self.scores.__getitem__)} if scored else kept
+        scored = [step for step in self.steps if math.isfinite(bits.get(step, math.nan))]
+        return kept | {min(reversed(scored), key=bits.__getitem__)} if scored else kept
 
     def _delete_old(self) -> None:
         """Delete all but the kept checkpoints. They are renamed before they are deleted, so no partial checkpoint has a
@@ -232,7 +267,7 @@ class Saver(Checkpoints):
             except Exception as error:
                 LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
-    def _put_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
+    def _move_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
         """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
         folder is next to `checkpoints` itself, not next to a link to it: a rename does not cross disks."""
         own = self.folder if self._in_bucket else epath.Path(Path(self.folder).resolve())
@@ -245,12 +280,12 @@ class Saver(Checkpoints):
 
     @property
     def _in_bucket(self) -> bool:
-        return str(self.folder).startswith("gs://")
+        return in_bucket(self.folder)
 
 
 def unfinished(folder: epath.Path) -> epath.Path:
     """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
-    return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
+    return folder if in_bucket(folder) else folder.with_name(folder.name + HALF_DONE)
 
 
 def sync(folder: Path) -> None:
@@ -275,10 +310,10 @@ def sync_folder(folder: Path) -> None:
 class Saving(threading.Thread):
     """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
 
-    def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
+    def __init__(self, run_dir: str | Path, folder: epath.Path, items: dict[str, Any], facts: dict):
         """Copy the arrays off the devices. The folder `unfinished` must be empty."""
         super().__init__(name=f"saving {folder.name}")
-        self.folder, self.facts = folder, facts
+        self.run_dir, self.folder, self.facts = run_dir, folder, facts
         # Without metadata of arrays: the other processes would wait until the first has made their folder.
         arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
         registry = ocp.type_handlers.create_type_handler_registry(arrays)
@@ -308,10 +343,10 @@ class Saving(threading.Thread):
         failures = exchange("parts of a checkpoint", self.failed, channel="saving")
         failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
         if not failed and jax.process_index() == 0:
-            failed = _failure(self._make_whole)
+            failed = _failure(lambda: upload(self.run_dir)) or _failure(self._complete)
         self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
 
-    def _make_whole(self) -> None:
+    def _complete(self) -> None:
         target = unfinished(self.folder)
         for name, handler in self.handlers.items():
             handler.finalize(target / name)

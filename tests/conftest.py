@@ -41,7 +41,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 from configs.messages import LOGGER
-from run.record import place
+from run.record import storage_path
 from tests.fake_gcs import FakeGCS
 
 # Traced programs are millions of objects without cycles. Searching them took a fifth of most tests' time.
@@ -75,7 +75,7 @@ def ignored_pipes():
 def gcs_server():
     """Start one server for all tests of a file, since gcsfs and tensorstore remember its address."""
     server = FakeGCS()
-    place("gs://bucket")  # as each command does first: no listing is remembered
+    storage_path("gs://bucket")  # as each command does first: no listing is remembered
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
             patch.setenv(name, value)

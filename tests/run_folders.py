@@ -24,12 +24,11 @@ def write_run(
     slope: float = 1.0,
     batch: int = 65_536,
     line: dict | None = None,
-    core: bool = False,
     code: int | None = None,
     **options: object,
 ) -> Path:
-    """Write a run of `logged` of its steps, with a line every ten. `line` overrides fields of each logged line, `core`
-    adds benchmarks, `code` ends the run with this exit code, and `options` belong to Config."""
+    """Write a run of `logged` of its steps, with a line every ten. `line` overrides fields of each logged line,
+    `code` ends the run with this exit code, and `options` belong to Config."""
     folder.mkdir(parents=True)
     config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
@@ -60,9 +59,6 @@ def write_run(
             lines.append(
                 {"step": step, "tokens": tokens, "val_loss": val, "val_bpb": val / 2.46, "samples": samples, **when}
             )
-            if core and step:
-                figures = {"core": 0.0005 * step, "core_stderr": 0.01, "core_tasks": {"a": 0.1, "b": 0.001 * step}}
-                lines.append({"step": step, "tokens": tokens, **figures, **when})
         if spike and step == 200:
             texts = ["for k in </script><script>alert(1)</script>", "0x00 " * 60]
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}

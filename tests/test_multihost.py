@@ -170,7 +170,7 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
             subprocess.run(["cp", "-r", folder / "tiny.py", folder / "text", f"{machine}/"], check=True)
         return folders
 
-    options = ("--checkpoint.folder=gs://bucket/runs/pod",)
+    options = ("--run_dir=gs://bucket/runs/pod",)
     first, second = machines("first"), machines("second")
     processes = start(folder, *options, folders=first)
     while not any("checkpoints/20/commit_success.txt" in name for name in list(server.objects)):
@@ -181,8 +181,12 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
         process.communicate()
     outputs = finish(start(folder, *options, folders=second), 0)
     assert "continuing after step" in outputs[0] and "bits per byte" in outputs[0]
-    assert not (second[1] / "runs").exists()
-    assert_same(second[0] / "runs" / "tiny", one_device)
-    steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]
+    assert not any((machine / "runs").exists() for machine in second)
+    record = tmp_path / "pod"
+    record.mkdir()
+    for name in ("config.json", "metrics.jsonl", "summary.json"):
+        (record / name).write_bytes(server.objects[f"runs/pod/{name}"][1])
+    assert_same(record, one_device)
+    steps = [line["step"] for line in read_metrics(record) if "loss" in line]
     assert steps == list(range(1, 41))
     server.shutdown()

@@ -14,7 +14,7 @@ from configs.messages import LOGGER
 from data.dataset import open_text
 from hosts.preflight import preflight
 from hosts.runtime import cache_dir, run_command, start_jax
-from run.session import check_processes
+from run.start import check_processes
 from training.build import build
 
 

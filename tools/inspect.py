@@ -13,9 +13,9 @@ from configs.command_line import Exit, parse_arguments
 from configs.retry import StorageLost, first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
-from run.record import Events, at_hand
+from run.clock import seconds_by_activity
+from run.record import Events, fetch_locally, scores
 from run.saved_run import open_for_reading
-from run.times import seconds_by_activity
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    run_dir = at_hand(arguments.run_dir)
-    checkpoints, abstract = open_for_reading(run_dir)
-    damaged = False
+    checkpoints, abstract = open_for_reading(arguments.run_dir)
+    record, damaged = fetch_locally(arguments.run_dir), False
+    val_bpb = scores(record)
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps:
         megabytes = sum(_size(path) for path in _files(checkpoints.folder / str(step))) / 1e6
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
-            bits = f"{checkpoints.scores[step]:.4f}" if step in checkpoints.scores else "-"
+            bits = f"{val_bpb[step]:.4f}" if step in val_bpb else "-"
             verdict = f"{bits:>9} {hours:10.1f}  verified"
         except StorageLost:
             raise
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
-    for activity, seconds in seconds_by_activity(Events(run_dir).read()).items():
+    for activity, seconds in seconds_by_activity(Events(record).read()).items():
         print(f"{activity:>10} {seconds:9.1f} s")
     return Exit.UNREADABLE if damaged else Exit.COMPLETE
 

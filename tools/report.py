@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from configs.command_line import Exit, config_from_json, exit_code_of, parse_arguments
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, UserError, options
-from run.record import Events, at_hand, place, read_metrics
+from run.record import Events, fetch_locally, read_metrics, storage_path
 
 AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
@@ -98,12 +98,10 @@ NOISE = {"batch": "valid_tokens", "noise scale": "diagnostics.noise_scale", "low
 NOISE |= {"high": "diagnostics.noise_scale_high", "from AdamW's moments": "diagnostics.noise_scale_moments"}
 PLOTS = (
     Plot("loss", "Loss", "nats a token", {"training": "loss", "validation": "val_loss"}),
-    Plot("bits", "Validation", "bits per byte", {"parameters": "val_bpb", "average": "average_val_bpb"}),
+    Plot("bits", "Validation", "bits per byte", {"parameters": "val_bpb"}),
     Plot("gradients", "Norms of gradients before the clip", "norm", {"all": "grad_norm", "": "grad_norms.*"}, log=True),
     Plot("rates", "Learning rates", "rate", {"": "learning_rate.*"}, log=True),
     Plot("epochs", "Epochs of each source", "passes over the text", {"": "epochs.*"}),
-    Plot("core", "CORE", "CORE (guessing is 0)", {"CORE": "core"}),
-    Plot("tasks", "CORE's tasks", "centred accuracy", {"": "core_tasks.*"}),
     Plot("noise", "Gradient noise scale, its interval and the batch", "tokens", NOISE, log=True),
     Plot("coherence", "Coherence of micro-batches", "cosine", {"cosine": "diagnostics.coherence_running"}),
     Plot("ratios", "Update over parameter", "ratio of norms", {"": f"{GROUPS}.update_ratio"}, log=True),
@@ -117,7 +115,7 @@ PLOTS = (
     Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
     Plot("memory", "Peak memory of a device", "bytes", {"peak": "peak_memory_bytes"}),
 )
-MEASURED = ("val_loss", "val_bpb", "core", "loss", "tokens", "seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
+MEASURED = ("val_loss", "val_bpb", "loss", "tokens", "seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def at(line: dict, *path: str) -> Any:
@@ -130,7 +128,7 @@ def at(line: dict, *path: str) -> Any:
 
 def read_run(folder: str | Path) -> Run:
     """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
-    given, folder = str(folder), at_hand(folder)
+    given, folder = str(folder), fetch_locally(folder)
     record_file, summary_file = folder / "config.json", folder / "summary.json"
     if not record_file.is_file():
         raise UserError(f"{given} holds no run (no config.json)")
@@ -149,7 +147,7 @@ def read_run(folder: str | Path) -> Run:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
-    runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
+    runs = [read_run(folder) for folder in {storage_path(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]
 

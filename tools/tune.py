@@ -46,7 +46,7 @@ OF_RUN = 0.25  # share of the run's steps that a trial needs to show that higher
 TRIAL_STEPS, LEAST_STEPS = 24, 16
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than")  # in the log of a run
 # Options of every short run. They change no loss.
-SHORT = MEASURED | {"eval.tasks": "", "eval.prompts": (), "eval.every_steps": 10**9}
+SHORT = MEASURED | {"eval.prompts": (), "eval.every_steps": 10**9}
 DEVICES = "import jax; devices = jax.devices(); print(len(devices), devices[0].device_kind)"
 
 

@@ -56,11 +56,6 @@ def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(na
     assert str(error.value).startswith(f"--{name}={value} cannot work: ")
 
 
-def test_benchmarks_need_their_bundle():
-    with pytest.raises(UserError, match="needs a bundle"):
-        validate(with_options(BASE, {"eval.tasks": "core"}))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -119,16 +114,16 @@ def test_what_may_change_when_a_run_is_continued():
 
 def test_home_folders(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    config = with_options(BASE, {"run_dir": "~/x", "checkpoint.folder": "~/y", "init_from": "~/z"})
+    config = with_options(BASE, {"run_dir": "~/x", "init_from": "~/z"})
     config = resolved(config)
-    assert (config.run_dir, config.checkpoint.folder, config.init_from) == ("/home/me/x", "/home/me/y", "/home/me/z")
+    assert (config.run_dir, config.init_from) == ("/home/me/x", "/home/me/z")
     with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
         resolved(with_options(BASE, {"run_dir": "~nobody-here/x"}))
     paths = [name for name, of in roles().items() if Role.PATH in of]
-    assert paths == ["run_dir", "init_from", "checkpoint.folder", "eval.bundle"]
+    assert paths == ["run_dir", "init_from"]
     for url in ("s3://bucket/runs", "gs://bucket", "gs://", "file:///runs", "s3://bucket/gs://bucket/runs"):
-        with pytest.raises(UserError, match=f"--checkpoint.folder={url} cannot work: .*or gs://BUCKET/FOLDER"):
-            resolved(with_options(BASE, {"checkpoint.folder": url}))
+        with pytest.raises(UserError, match=f"--run_dir={url} cannot work: .*or gs://BUCKET/FOLDER"):
+            resolved(with_options(BASE, {"run_dir": url}))
 
 
 ANY = st.one_of(

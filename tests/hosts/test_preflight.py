@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
+from configs.schema import Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts import preflight as module
 from hosts.preflight import Host, code_digest, compare, preflight, problems_here, require_right_sum
 from model.kernels import lacks_deterministic_attention
@@ -55,7 +55,7 @@ def test_the_code_s_hash_covers_what_a_run_may_import(tmp_path):
         (tmp_path / path).write_text("code")
         return code_digest(tmp_path) != before
 
-    assert change("train.py") and change("model/gpt.py") and change("run/hooks/log.py")
+    assert change("train.py") and change("model/gpt.py") and change("run/log.py")
     assert not change("runs/x/metrics.jsonl") and not change("tools/plan.py")
 
 
@@ -68,7 +68,7 @@ def test_one_process_passes_and_makes_nothing(tmp_path):
 
 def test_an_unwritable_or_full_folder_is_a_user_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    config = replace(tiny_config(), run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(str(tmp_path / "file")))
+    config = replace(tiny_config(), run_dir=str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"process 0 .*: cannot write to .*/file"):
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
@@ -143,7 +143,7 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, second, 
 TRAIN = """
 import jax
 import train
-from run import session
+from run import start
 from hosts.runtime import run_command
 
 compiled = []
@@ -157,7 +157,7 @@ def report(*_):
     raise SystemExit(0)
 
 
-session.preflight = report
+start.preflight = report
 run_command(train.main)
 """
 

@@ -25,9 +25,9 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Stop() as stop, stop.deferred_signals():
-        assert not stop.after(1)
+        assert not stop.agreed()
         os.kill(os.getpid(), sign)
-        assert stop.after(2) and stop.code == stop.agreed_code() == code
+        assert stop.agreed() and stop.code == stop.agreed_code() == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -57,7 +57,7 @@ def main():
         with stop.deferred_signals():
             for step in range(1001, 1201):
                 time.sleep(0.05)
-                if stop.after(step):
+                if stop.agreed():
                     return stop.agreed_code()
 run_command(main)
 """

@@ -20,7 +20,7 @@ starts.write_text("\\n".join([*past, " ".join([os.environ.get("API_KEY", "-"), *
 plan = pathlib.Path("plan").read_text().split()
 step = plan[min(len(past), len(plan) - 1)]
 if step.startswith("save"):
-    run = next(word for word in sys.argv if word.startswith(("--run_dir=", "--checkpoint.folder="))).partition("=")[2]
+    run = next(word for word in sys.argv if word.startswith("--run_dir=")).partition("=")[2]
     pathlib.Path(run, "checkpoints", str(len(past))).mkdir(parents=True)
 if step.startswith("signal"):
     os.kill(os.getpid(), int(step[6:]))

@@ -50,7 +50,7 @@ def test_a_start_with_a_newer_checkpoint_is_not_counted(repository):
 
 
 def test_only_long_starts_are_progress_if_the_run_is_in_a_bucket(repository):
-    bucket = "--checkpoint.folder=gs://bucket/x"
+    bucket = "--run_dir=gs://bucket/x"
     assert ended(repository, "42", bucket, MAX_STARTS="4") == (1, 4)
     assert ended(repository, "42 " * 8 + "0", bucket, MAX_STARTS="2", PROGRESS_SECONDS="0") == (0, 9)
 

@@ -37,7 +37,7 @@ echo "$*" >> "$STORE/made"; mkdir -p code/.venv/bin; ln -s {sys.executable} code
 """,
 }
 SETTINGS = {"NAME": "d12", "PROJECT": "p", "ZONE": "us-west4-a", "BUCKET": "gs://b/d12"}
-TRAIN = ("--config=tiny.py", "--run_dir=runs/x", "--checkpoint.folder=gs://b/d12", "--name=it's $HOME")
+TRAIN = ("--config=tiny.py", "--run_dir=gs://b/d12", "--name=it's $HOME")
 
 
 class Cloud:

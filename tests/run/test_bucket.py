@@ -11,15 +11,17 @@ import pytest
 from gcsfs.retry import HttpError
 
 from configs.retry import StorageLost
-from configs.schema import CheckpointConfig, UserError
-from run import session
-from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, whole_steps
-from run.folder import Past
-from run.record import Record
+from configs.schema import CheckpointConfig, MeshConfig, UserError
+from hosts.preflight import preflight
+from run import start
+from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, finished_steps
+from run.folder import RunStatus
+from run.record import local_path
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved, state_on
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, saved, state_on
+from training.mesh import make_mesh
 
 RUN = "gs://bucket/runs/mine"
 
@@ -32,7 +34,7 @@ def under(gcs: FakeGCS, folder: str) -> set[str]:
 
 def test_the_users_own_settings_of_the_store_stay(gcs, monkeypatch):
     monkeypatch.setitem(fsspec.config.conf, "gcs", {"project": "mine"})
-    Saver(RUN, KEEP_ALL).close()
+    close(Saver(RUN, KEEP_ALL))
     assert fsspec.config.conf["gcs"] == {"project": "mine", "use_listings_cache": False}
 
 
@@ -80,22 +82,45 @@ def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
     assert sorted(name[:2] for name in under(gcs, "bad-checkpoints")) == ["2-", "RE"]
 
 
-def test_a_store_s_errors_cost_only_a_save(gcs, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("what was measured")
-    checkpoints = Saver(RUN, CheckpointConfig(keep=1), Record(tmp_path, RUN))
+def test_a_store_s_errors_cost_only_a_save(gcs):
+    local = local_path(RUN)
+    local.mkdir(parents=True, exist_ok=True)
+    (local / "metrics.jsonl").write_text("what was measured")
+    checkpoints = Saver(RUN, CheckpointConfig(keep=1))
     state = changed(state_on(1)[0])
     checkpoints.save(1, state, FACTS)
-    assert checkpoints.failing() == 0
+    checkpoints.wait()
+    assert gcs.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
     gcs.full = True
     checkpoints.save(2, state, FACTS)
-    assert checkpoints.failing() == 1 and re.match("Forbidden|PERMISSION_DENIED", checkpoints.failures[-1].message)
+    checkpoints.wait()
+    assert len(checkpoints.failures) == 1 and re.match("Forbidden|PERMISSION_DENIED", checkpoints.failures[-1].message)
     gcs.full = False
     assert checkpoints.steps == [1]
     checkpoints.save(3, state, FACTS)
-    checkpoints.close()
+    close(checkpoints)
     assert Saver(RUN, KEEP_ALL).steps == [3]
     assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
-    assert gcs.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
+
+
+def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs):
+    gcs.full = True
+    config = replace(tiny_config(), run_dir=RUN)
+    with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
+        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+
+
+def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with_the_role(gcs):
+    """Refuse it, since tensorstore overwrites manifest.ocdbt and no save can succeed."""
+    gcs.keeps = True
+    checkpoints = Saver(RUN, CheckpointConfig())
+    checkpoints.save(1, state_on(1)[0], FACTS)
+    checkpoints.wait()
+    assert len(checkpoints.failures) == 1 and "manifest.ocdbt" in checkpoints.failures[-1].message
+    config = replace(tiny_config(), run_dir=RUN)
+    message = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
+    with pytest.raises(UserError, match=message):
+        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 
 def test_a_missing_permission_is_named_with_its_role(gcs):
@@ -112,9 +137,9 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
     def faulty(folder):
         if errors:
             raise errors.pop()
-        return whole_steps(folder)
+        return finished_steps(folder)
 
-    monkeypatch.setattr("run.checkpoint.whole_steps", faulty)
+    monkeypatch.setattr("run.checkpoint.finished_steps", faulty)
     assert Checkpoints(RUN).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
     monkeypatch.setattr("configs.retry.SECONDS", 0)
@@ -124,17 +149,17 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
 
 def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_is_asked_again(monkeypatch):
     """A start asks whether there are checkpoints before it opens the text, and before the preflight."""
-    config = replace(tiny_config(), init_from="runs/other", checkpoint=CheckpointConfig(RUN))
-    past, text = Past([], [], 0, 1, RUN), SimpleNamespace(tokenizer=Mock(), fingerprint="")
-    monkeypatch.setattr("run.session.open_run", lambda *arguments: past)
-    monkeypatch.setattr("run.session.require_same_network", Mock(side_effect=UserError("the next check")))
-    monkeypatch.setattr("run.session.preflight", Mock(side_effect=UserError("the next check")))
+    config = replace(tiny_config(), init_from="runs/other", run_dir=RUN)
+    text = SimpleNamespace(tokenizer=Mock(), fingerprint="")
+    monkeypatch.setattr("run.start.open_run", lambda *arguments: RunStatus([], 0, 1, ""))
+    monkeypatch.setattr("run.start.require_same_network", Mock(side_effect=UserError("the next check")))
+    monkeypatch.setattr("run.start.preflight", Mock(side_effect=UserError("the next check")))
     begins = {
-        "run.session": (lambda: session.open_training(config), []),
-        "run.folder": (lambda: session.open_folder(Mock(config=config), text, False, None, Mock(), Mock()), [1]),
+        "run.start": (lambda: start.open_training(config), []),
+        "run.folder": (lambda: start.open_folder(Mock(config=config), text, False, None, Mock()), [1]),
     }
     for module, (begin, steps) in begins.items():
         answers = [HttpError({"code": 503, "message": "try again"}), steps]
-        monkeypatch.setattr(f"{module}.whole_steps", Mock(side_effect=answers))
+        monkeypatch.setattr(f"{module}.finished_steps", Mock(side_effect=answers))
         with pytest.raises(UserError, match="the next check"):
             begin()

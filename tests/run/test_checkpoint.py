@@ -20,6 +20,7 @@ from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserErr
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
+from run.record import Events
 from run.saver import Saver
 from tests.helpers import ALL_FEATURES, tiny_config
 from training.mesh import make_mesh
@@ -53,11 +54,15 @@ def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
     checkpoints = Saver(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
-        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items() if name != "val_bpb"})
-        if (bits := facts.get("val_bpb", {}).get(step)) is not None:
-            checkpoints.score(step, bits)
-    checkpoints.close()
+        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
+    close(checkpoints)
     return states
+
+
+def close(checkpoints: Saver) -> None:
+    """Wait for the last save, as the end of a run does."""
+    with checkpoints:
+        pass
 
 
 def names(folder: Path) -> list[str]:
@@ -85,7 +90,7 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
     checkpoints = Saver(tmp_path, KEEP_ALL)
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
-    checkpoints.close()
+    close(checkpoints)
     for target in (other, (1, 1, 1)):
         abstract = abstract_on(target)
         restored, _ = Checkpoints(tmp_path).restore(5, abstract)
@@ -103,7 +108,7 @@ def test_a_checkpoint_has_its_step_s_state_although_the_next_step_reuses_the_mem
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
     for _ in range(3):
         state = step(state)
-    checkpoints.close()
+    close(checkpoints)
     restored, facts = Checkpoints(tmp_path).restore(3, state_on(1)[1])
     assert_equal(restored, expected)
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
@@ -124,10 +129,12 @@ BITS = {10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2}
 )
 def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
     checkpoints = Saver(tmp_path, config)
-    checkpoints.steps, checkpoints.scores = [*bits], {step: score for step, score in bits.items() if score is not None}
+    checkpoints.steps = [*bits]
+    lines = [{"step": step, "val_bpb": score, "time": 1.0} for step, score in bits.items() if score is not None]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in bits:
         (tmp_path / "checkpoints" / str(step)).mkdir()
-    checkpoints.close()
+    close(checkpoints)
     assert checkpoints.steps == kept and names(tmp_path) == [*map(str, kept)]
 
 
@@ -138,13 +145,12 @@ def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_pat
     reader = Checkpoints(tmp_path)
     assert reader.restore_params(state_on(1)[1].params)[1] == 1
     assert names(tmp_path) == ["1", "2.deleted", "7.orbax-checkpoint-tmp"]  # reading deletes nothing
-    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1), scores={1: 1.5})
-    assert names(tmp_path) == ["1"] and checkpoints.scores == {1: 1.5}
-    checkpoints.score(1, float("nan"))
+    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1))
+    assert names(tmp_path) == ["1"]
     for step in (2, 3):
         checkpoints.save(step, state_on(1)[0], FACTS)
         assert str(step - 1) in names(tmp_path)
-    checkpoints.close()
+    close(checkpoints)
     assert names(tmp_path) == ["3"]
     with pytest.raises(retry.StorageLost, match="1 was deleted while it was read"):
         reader.restore_params(state_on(1)[1].params)
@@ -152,9 +158,9 @@ def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_pat
 
 def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
     """Require the names that others rely on. Other programs need only Orbax to read the arrays."""
-    whole, seen = saver.Saving._make_whole, []
+    whole, seen = saver.Saving._complete, []
     look = lambda self: (seen.extend(names(tmp_path)), whole(self))
-    monkeypatch.setattr(saver.Saving, "_make_whole", look)
+    monkeypatch.setattr(saver.Saving, "_complete", look)
     state = saved(tmp_path)[3]
     assert seen == ["3.orbax-checkpoint-tmp"] and names(tmp_path) == ["3"]
     folder = tmp_path / "checkpoints" / "3"
@@ -246,8 +252,7 @@ def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path, messages)
 
 
 def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch, messages):
-    seen: list[int] = []
-    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1), on_saved=seen.append)
+    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1))
     with monkeypatch.context() as patch:
         rename = type(checkpoints.folder).rename
 
@@ -259,11 +264,14 @@ def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch,
         patch.setattr(type(checkpoints.folder), "rename", forbidden)
         for step in (1, 2, 3):
             checkpoints.save(step, state_on(1)[0], FACTS)
-            assert checkpoints.failing() == 0
-        assert set(messages) == {f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)}
-    checkpoints.close()
-    assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
-    Saver(tmp_path, CheckpointConfig(keep=1)).close()
+            checkpoints.wait()
+        assert not checkpoints.failures and set(messages) == {
+            f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)
+        }
+    close(checkpoints)
+    saves = [event["step"] for event in Events(tmp_path).read() if event["event"] == "saved"]
+    assert saves == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
+    close(Saver(tmp_path, CheckpointConfig(keep=1)))
     assert names(tmp_path) == ["3"]  # an earlier start could not delete the others
 
 
@@ -285,12 +293,12 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
         for failed in (1, 2, 3):
             checkpoints.save(failed + 1, state_on(1)[0], FACTS)
             if failed > 1:  # the next save, too, finds that the one before it failed
-                assert checkpoints.failing() == failed and checkpoints.steps == [1]
+                checkpoints.wait()
+                assert len(checkpoints.failures) == failed and checkpoints.steps == [1]
     assert [message.split(" save")[0] for message in messages] == ["1", "2", "3"]
     assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
     checkpoints.save(5, changed(state_on(1)[0], 5), FACTS)
-    assert checkpoints.failing() == 0
-    checkpoints.close()
+    close(checkpoints)
     assert names(tmp_path) == ["5"]
 
 
@@ -299,7 +307,7 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     away = OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(saver, "unfinished", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
-    assert checkpoints.failing() == 1 and checkpoints.failures[-1].passing
+    assert len(checkpoints.failures) == 1 and checkpoints.failures[-1].may_pass
     monkeypatch.setattr(retry, "SECONDS", 0)
     with pytest.raises(retry.StorageLost, match="Input/output error"):
         checkpoints.save(2, state_on(1)[0], FACTS)
@@ -307,10 +315,11 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
 
 def test_a_save_is_not_waited_for(tmp_path, monkeypatch):
     checkpoints, may_end = Saver(tmp_path, KEEP_ALL), threading.Event()
-    make_whole = saver.Saving._make_whole
-    monkeypatch.setattr(saver.Saving, "_make_whole", lambda self: may_end.wait() and make_whole(self))
+    complete = saver.Saving._complete
+    monkeypatch.setattr(saver.Saving, "_complete", lambda self: may_end.wait() and complete(self))
     checkpoints.save(1, state_on(1)[0], FACTS)
-    assert checkpoints.failing(wait=False) == 0 and checkpoints.pending
+    checkpoints.poll()
+    assert checkpoints.pending and not checkpoints.overdue
     may_end.set()
-    checkpoints.close()
+    close(checkpoints)
     assert checkpoints.steps == [1]

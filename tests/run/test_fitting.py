@@ -1,5 +1,6 @@
 """`batch.rows_per_device=auto` with ever less memory: what is chosen, said and kept, and that it changes no result."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from configs.command_line import Exit
 from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
 from run import fitting as module
+from run.clock import Times
 from run.fitting import CHOSEN, COMPILATIONS, Fitting
+from run.log import MetricsLog
 from run.programs import TrainSteps
 from run.record import Events, read_metrics
-from run.times import Times
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import ROOT, figures, run, write_folder
@@ -34,9 +36,8 @@ NEEDS = re.compile(
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """Return a config with `auto`; the choices have a cache of their own."""
-    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
+def asked(tmp_path):
+    """Return a config with `auto`."""
     config = tiny_config(rows=64, rows_per_device="auto", length=64, depth=3)  # pyright: ignore
     return replace(config, run_dir=str(tmp_path / "run"), eval=EvalConfig(tokens=500, prompts=()))
 
@@ -140,16 +141,11 @@ def test_chunks_and_recomputation_are_taken_before_fsdp(asked, monkeypatch, devi
         fit(fixed, limit(400))
 
 
-def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, monkeypatch, tmp_path):
+def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
     compiled = compiling(monkeypatch, lambda rows, *_: 800 + 100 * rows)
     first, gib = fit(asked, limit(4200)), limit(4200)
-    others = replace(asked, run_dir=str(tmp_path / "other"))
-    for config in (asked, others):  # the run's own choice, and the cache's
-        compiled.clear()
-        assert chosen(fit(config, gib)) == chosen(first) and len(compiled) == 1
-    for path in module.known().iterdir():
-        path.write_text("damaged")
-    assert not Fitting(replace(asked, run_dir=str(tmp_path / "third")), gib).kept
+    compiled.clear()
+    assert chosen(fit(asked, gib)) == chosen(first) and len(compiled) == 1
     assert Fitting(asked, gib).kept == chosen(first)
     assert not Fitting(asked, gib / 2).kept and not Fitting(with_options(asked, {"model.depth": 2}), gib).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
@@ -158,8 +154,7 @@ def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, mon
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a config and text, and a cache of its own for what is chosen."""
-    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
+    """A folder with a config and text."""
     monkeypatch.chdir(write_folder(tmp_path))
     return tmp_path
 
@@ -196,37 +191,32 @@ def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_r
 
 
 @pytest.mark.medium
-def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd):
+def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, monkeypatch, capfd):
     assert train(monkeypatch, capfd, "whole", *LONGER)[0] == Exit.COMPLETE
-    after, failing = TrainSteps.after, []
+    dispatched, failing = MetricsLog.step, []
 
-    def failing_after(programs, step, every):
-        if step != 3 or not failing:
-            return after(programs, step, every)
-        left = failing.pop()
+    def fail(log, step, metrics):
+        if failing and step == 3:
+            raise jax.errors.JaxRuntimeError(failing.pop())
+        dispatched(log, step, metrics)
 
-        def fail(state, batch):
-            for leaf in jax.tree.leaves(state) if not left else ():
-                leaf.delete()
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-
-        return fail
-
-    monkeypatch.setattr(TrainSteps, "after", failing_after)
-    for left in (True, False):  # whether the failed step left the state
-        failing.append(left)
-        code, _, said = train(monkeypatch, capfd, f"halved-{left}", *LONGER)
-        assert code == Exit.COMPLETE and "out of memory after step 3: --batch.rows_per_device=8 from here on" in said
-        assert ("continuing after step 2 of 6" in said) == (not left)
-        events = Events(f"halved-{left}").read()
-        assert [(e["step"], e["rows_per_device"]) for e in events if e["event"] == "out_of_memory"] == [(3, 8)]
-        assert fitted(f"halved-{left}")[-1]["batch.rows_per_device"] == 8
-        np.testing.assert_allclose(losses(f"halved-{left}"), losses("whole"), rtol=2e-5)
-        assert figures(folder / f"halved-{left}")["steps"] == 6
-    failing += [True, True]
+    monkeypatch.setattr(MetricsLog, "step", fail)
+    failing.append("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+    code, _, said = train(monkeypatch, capfd, "halved", *LONGER)
+    assert code == Exit.COMPLETE and "out of memory: --batch.rows_per_device=8 from here on" in said
+    assert "continuing after step 2 of 6" in said
+    events = Events("halved").read()
+    assert [event["rows_per_device"] for event in events if event["event"] == "out_of_memory"] == [8]
+    assert fitted("halved")[-1]["batch.rows_per_device"] == 8
+    assert json.loads(Path("halved/config.json").read_text())["config"]["batch"]["rows_per_device"] == 8
+    np.testing.assert_allclose(losses("halved"), losses("whole"), rtol=2e-5)
+    assert figures(folder / "halved")["steps"] == 6
+    failing += ["RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"] * 2
+    assert train(monkeypatch, capfd, "twice", *LONGER)[0] == Exit.PEER_LOST and not failing
+    assert train(monkeypatch, capfd, "twice", *LONGER)[0] == Exit.COMPLETE  # what a launcher does
+    failing.append("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        train(monkeypatch, capfd, "twice", *LONGER)
-    assert not failing
+        train(monkeypatch, capfd, "given", *LONGER, "--batch.rows_per_device=16")
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -11,10 +10,9 @@ import jax
 import pytest
 
 from configs.command_line import config_from_json
-from configs.retry import StorageLost, passes
+from configs.retry import StorageLost
 from configs.schema import (
     BatchConfig,
-    CheckpointConfig,
     Config,
     EvalConfig,
     ModelConfig,
@@ -28,15 +26,14 @@ from run import folder as run_folder
 from run.folder import RunLock
 from run.record import Events
 from run.saved_run import load_run
-from run.session import begin
 from tests.helpers import tiny_config
 
 FREE = {
     *("name", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
     *(f"checkpoint.{name}" for name in ("every_minutes", "every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("copy", "max_epochs", "source", "tokenizer", "workers")),
-    *(f"eval.{name}" for name in ("bundle", "every_steps", "items", "prompts", "sample_tokens", "tasks", "tokens")),
-    *("eval.tasks_every_steps", "diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
+    *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens")),
+    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
@@ -45,7 +42,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
     """Open the run like a command that ends after a saved step."""
     with RunLock(config.run_dir) as lock:
         changes = run_folder.open_run(config, fingerprint, accept_changes, lock).changes
-        run_folder.accept(config, fingerprint, changes, 0, 0)
+        run_folder.write_start_record(config, fingerprint, changes, 0, 0)
         Events(config.run_dir).add("saved", 1)
         return changes
 
@@ -145,17 +142,11 @@ def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("thesis.tex", "mine")]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_run_without_a_step_accepts_any_config(config, tmp_path, elsewhere):
-    """The corrected command needs no --accept_changes, whatever a refused or killed start has left."""
-    if elsewhere:
-        config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
+def test_a_run_without_a_step_accepts_any_config(config):
+    """The corrected command needs no --accept_changes, whatever a killed start has left."""
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
-        begin(config, 0)
-        if elsewhere:  # the machine is lost
-            shutil.copytree(config.run_dir, config.checkpoint.folder)
-            shutil.rmtree(config.run_dir)
+        Events(config.run_dir).add("fitted", 0)
     corrected = replace(config, seed=7, resume="never")
     assert open_run(corrected, "another", accept_changes=False) == []
     assert record_of(config)["config"]["seed"] == 7 and record_of(config)["dataset"] == "another"
@@ -185,24 +176,17 @@ def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config)
     assert sorted(path.name for path in folder.iterdir()) == kept
 
 
-def test_problems_of_the_checkpoints_folder_name_that_option(config, gcs):
-    config = replace(config, checkpoint=CheckpointConfig(folder="gs://bucket/run"))
+def test_a_bucket_that_cannot_be_read_is_named(config, gcs):
     gcs.forbidden = True
-    with pytest.raises(UserError, match=r"^--checkpoint\.folder=gs://bucket/run cannot be read: Forbidden"):
-        open_run(config, "print", False)
+    with pytest.raises(UserError, match=r"^--run_dir=gs://bucket/run cannot be read: Forbidden"):
+        open_run(replace(config, run_dir="gs://bucket/run"), "print", False)
 
 
-@pytest.mark.parametrize("fetching", [False, True])
-def test_a_start_killed_while_it_claimed_the_folder_or_fetched_the_record_can_be_repeated(
-    config, tmp_path, monkeypatch, fetching
-):
-    if fetching:
-        config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
-        open_run(config, "print", False)
-        Path(config.run_dir).rename(tmp_path / "store")
+def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
         open_run(config, "print", False)
+    (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed tools.doctor
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
     assert open_run(config, "print", False) == [] and record_of(config)["dataset"] == "print"
 
@@ -218,7 +202,6 @@ def test_using_a_folder_without_a_run_names_existing_runs(config, tmp_path, monk
 def test_one_process_uses_a_run_at_a_time(config):
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
-        run_folder.open_run(config, "print", False, lock)  # the same process may open it again
         with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
             open_run(config, "print", False)
     open_run(config, "print", False)
@@ -235,14 +218,13 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    lock = RunLock(tmp_path)
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
     if taken:
-        lock.take()
-        assert lock.file and "without locks" in messages[0]
+        with RunLock(tmp_path) as lock:
+            assert lock.file and "without locks" in messages[0]
     else:
-        with pytest.raises(OSError) as error:
-            lock.take()
-        assert passes(error.value)
+        with pytest.raises(StorageLost), RunLock(tmp_path):
+            pass
 
 
 def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_path, monkeypatch):
@@ -255,16 +237,14 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
         if answers:
             raise answers.pop()
 
-    with RunLock(tmp_path) as first:
-        first.take()
-        with pytest.raises(UserError, match=f"another process .process {os.getpid()} on "):
-            RunLock(tmp_path).take()
+    another = pytest.raises(UserError, match=f"another process .process {os.getpid()} on ")
+    with RunLock(tmp_path), another, RunLock(tmp_path):
+        pass
     assert not pauses
     (tmp_path / "lock").write_text("process 7 on gpu-3, since then\nanother boot")
     monkeypatch.setattr("fcntl.flock", flock)
-    with RunLock(tmp_path) as lock:
-        lock.take()
-    assert len(pauses) == 3
+    with RunLock(tmp_path):
+        assert len(pauses) == 3
 
 
 def test_a_disk_that_fails_at_the_start_is_retried_and_a_folder_that_cannot_be_made_refused(tmp_path, monkeypatch):

@@ -1,138 +1,145 @@
-"""Test the loop with steps that cost nothing: what is due after a step, and how it ends."""
+"""Test the loop of train.py: what happens after a step, and how it ends."""
 
-import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import Mock
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import jax
 import pytest
 
 from configs.command_line import Exit
-from configs.schema import CheckpointConfig, EvalConfig, LogConfig
+from configs.schema import ProfileConfig
+from evaluation.evaluator import Evaluator
 from hosts.stop import Stop
-from run.hooks import Evaluate, Idle, Judge, Log, Save, Watch
-from run.programs import TrainSteps
-from run.progress import Due, due_after
-from run.record import read_metrics
-from run.times import Times
-from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
-from train import take_steps
+from run.log import MetricsLog
+from run.profile import Profile
+from run.record import Events, read_metrics
+from run.saver import Saver
+from tests.helpers import tiny_config
+from tests.run.test_continuing import CONFIG, losses
+from tests.test_train import run, write_folder
+
+SHORT = ("--steps=8", "--checkpoint.every_steps=2", "--checkpoint.keep=9", "--eval.every_steps=4")
 
 
-@pytest.mark.parametrize(
-    ("step", "last", "soon", "expected"),
-    [
-        (7, False, False, Due(log=False, evaluate=False, save=False)),
-        (20, False, False, Due(log=True, evaluate=True, save=False)),
-        (25, False, False, Due(log=False, evaluate=False, save=True)),
-        (100, True, False, Due(log=True, evaluate=True, save=True)),
-        (7, True, False, Due(log=False, evaluate=False, save=True)),
-        (7, False, True, Due(log=False, evaluate=False, save=True)),
-    ],
-)
-def test_what_is_due_after_a_step(step, last, soon, expected):
-    config = config_of("", steps=100, log=LogConfig(10), checkpoint=CheckpointConfig(every_steps=25))
-    assert due_after(step, config, last=last, soon=soon) == expected
-
-
-def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
-    config = config_of("", steps=100, eval=EvalConfig(20, tasks="core", tasks_every_steps=30))
-    due = lambda config: [i for i in range(1, 101) if due_after(i, config, last=i == 100).tasks]
-    assert due(config) == [30, 60, 90, 100]
-    assert due(replace(config, eval=EvalConfig(20))) == []
-
-
-class Loop:
-    """Run take_steps with the hooks of train.py."""
-
-    def __init__(self, built, run, train_step, measure, saved, stop):
-        self.times, self.stop, self.progress = Times(), stop, run
-        config = built.config
-        watch, self.idle = Watch(config, self.times), Idle()
-        log = Log(built, watch, lambda position: {})
-        save = Save(config, saved, "print", watch)
-        seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
-        evaluate = Evaluate(config, measure, lambda params: {}, saved, log)
-        self.hooks = [watch, self.idle, log, Judge(config, log, seen), save, evaluate]
-        self.programs = TrainSteps(train_step, train_step)
-
-    def run(self, batches):
-        """Return where the run is when it ends, and why it gave up."""
-        start = lambda begins: (self.progress, self.programs, iter(batches))
-
-        return take_steps(start, self.idle, self.hooks, self.stop, Mock())  # pyright: ignore
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with a config and text."""
+    return write_folder(tmp_path_factory.mktemp("loop"), CONFIG)
 
 
 @pytest.fixture
-def make(tmp_path, messages):
-    """Return a function that makes a loop of 40 steps with given losses, its output, and its saves."""
-
-    def make(losses, resumed=None, stop=None, measure=None, **options):
-        config = config_of(tmp_path, **options)
-        skipped = itertools.accumulate(int(not np.isfinite(loss)) for loss in losses)
-        steps = iter(list(zip(losses, skipped)))
-
-        def train_step(state, batch):
-            loss, skipped = next(steps)
-            metrics = {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": loss}, "learning_rate": {}}
-            return state, metrics
-
-        saved, run = Saved(), progress(config, **(resumed or {}))
-        measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
-        return Loop(built_of(config), run, train_step, measure, saved, stop or Stop()), messages, saved
-
-    return make
+def start(folder, monkeypatch) -> Callable[..., int]:
+    """Return a function that runs train.py on one device, and returns its exit code."""
+    monkeypatch.chdir(folder)
+    return lambda run_dir, *options: run(
+        "train", monkeypatch, "--config=tiny.py", f"--run_dir={run_dir}", *SHORT, *options, devices=1
+    )
 
 
-def asking(stop: Stop, code: Exit, at: int):
-    """Yield batches. Request a stop with batch `at`."""
-    for i in itertools.count():
-        stop.code = code if i == at else stop.code
-        yield i
+def saved(run_dir: str) -> list[int]:
+    return [event["step"] for event in Events(run_dir).read() if event["event"] == "saved"]
 
 
-BATCHES = itertools.count()
+def evaluated(run_dir: str) -> list[int]:
+    return [line["step"] for line in read_metrics(run_dir) if "val_loss" in line]
 
 
-def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
-    loop, _, saved = make([2.0] * 40)
-    run, gave_up = loop.run(BATCHES)
-    assert run.step == 40 and run.tokens_after(40) == 40 * TOKENS and not gave_up and not run.stopping
-    assert saved.steps == [10, 20, 30, 40]
-    lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines if "loss" in line] == list(range(5, 41, 5))
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 20, 40]
-    assert saved.scores == {0: 1.0, 20: 1.0, 40: 1.0}
-    assert saved.facts[30]["tokens"] == 30 * TOKENS
+def call_at(patch, owner: type, name: str, at: int, then: Callable[[], Any]) -> None:
+    """Call `then` before the `at`-th call of a method from now on."""
+    original, calls = getattr(owner, name), [0]
+
+    def method(self, *arguments):
+        calls[0] += 1
+        if calls[0] == at:
+            then()
+        return original(self, *arguments)
+
+    patch.setattr(owner, name, method)
 
 
-def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(make, tmp_path):
-    def killed(params):
-        if saved.steps:
-            raise SystemExit
-        return {"val_loss": 3.0, "val_bpb": 2.0, "samples": []}
-
-    loop, _, saved = make([2.0] * 40, measure=killed)
-    with pytest.raises(SystemExit):
-        loop.run(BATCHES)
-    assert saved.steps == [10, 20] and saved.scores == {0: 2.0}
-    loop, _, saved = make([2.0] * 20, {"step": 20})
-    loop.run(BATCHES)
-    assert saved.scores == {20: 1.0, 40: 1.0}
-    assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [0, 20, 40]
+def note(monkeypatch, owner: type, name: str, order: list[str]) -> None:
+    """Append the name and the step of each call of a method."""
+    original = getattr(owner, name)
+    noted = lambda self, step, *rest: order.append(f"{name} {step}") or original(self, step, *rest)
+    monkeypatch.setattr(owner, name, noted)
 
 
-@pytest.mark.parametrize("last", [13, 40])
-def test_a_run_asked_to_stop_saves_its_step_without_evaluation(make, last):
-    stop = Stop()
-    loop, _, saved = make([2.0] * 40, stop=stop)
-    run, _ = loop.run(asking(stop, Exit.PREEMPTED, last - 1))
-    assert run.step == last and run.stopping and saved.steps == [*range(10, last, 10), last]
-    assert sorted(saved.scores) == list(range(0, last, 20))
+def ask(monkeypatch, owner: type, name: str, at: int) -> None:
+    """Ask the run to stop, as SIGTERM does, before the `at`-th call of a method."""
+    stops = []
+    entered = Stop.__enter__
+    monkeypatch.setattr(Stop, "__enter__", lambda self: stops.append(self) or entered(self))
+    call_at(monkeypatch, owner, name, at, lambda: stops[0]._preempt())
 
 
-def test_many_skipped_steps_in_a_row_end_the_run_and_their_lines_are_json(make, tmp_path):
-    loop, _, _ = make([2.0] * 10 + [float("nan")] * 30)
-    assert "10 steps in a row were skipped" in loop.run(BATCHES)[1]
-    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-    assert read_metrics(tmp_path)[-1]["loss"] is None
+def test_it_takes_all_steps_and_saves_the_last_before_its_evaluation(start, monkeypatch):
+    order = []
+    for owner, name in ((Saver, "save"), (MetricsLog, "evaluation")):
+        note(monkeypatch, owner, name, order)
+    assert start("all") == Exit.COMPLETE
+    saves_and_evaluations = ["evaluation 0", "save 2", "save 4", "evaluation 4", "save 6", "save 8", "evaluation 8"]
+    assert order == saves_and_evaluations
+    assert saved("all") == [2, 4, 6, 8] and [*losses(Path("all"))] == [*range(1, 9)]
+
+
+def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(start, monkeypatch):
+    with monkeypatch.context() as patch:
+        call_at(patch, Evaluator, "__call__", 2, lambda: 1 // 0)
+        assert start("killed") == Exit.FAILED
+    assert saved("killed") == [2, 4] and evaluated("killed") == [0]
+    assert start("killed") == Exit.COMPLETE
+    assert evaluated("killed") == [0, 4, 8] and [*losses(Path("killed"))] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize("last", [3, 8])
+def test_a_run_asked_to_stop_saves_its_step_without_evaluation(start, monkeypatch, last):
+    with monkeypatch.context() as patch:
+        ask(patch, MetricsLog, "step", last)
+        assert start(f"stopped-{last}") == Exit.PREEMPTED
+    assert saved(f"stopped-{last}") == [*range(2, last, 2), last]
+    assert evaluated(f"stopped-{last}") == [*range(0, last, 4)]
+    assert start(f"stopped-{last}") == Exit.COMPLETE and evaluated(f"stopped-{last}") == [0, 4, 8]
+
+
+def test_a_request_during_an_evaluation_ends_it_and_saves(start, monkeypatch):
+    """The machine may be gone in seconds: a long evaluation must not delay the save."""
+    options = ("--checkpoint.every_steps=100",)
+    with monkeypatch.context() as patch:
+        ask(patch, Evaluator, "__call__", 2)
+        assert start("evaluating", *options) == Exit.PREEMPTED
+    assert saved("evaluating") == [4] and evaluated("evaluating") == [0]
+    assert start("evaluating", *options) == Exit.COMPLETE
+    assert saved("evaluating") == [4, 8] and evaluated("evaluating") == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("steps", "resumed", "process", "traced", "says"),
+    [
+        ("", 0, 0, [], []),
+        ("10:15", 9, 0, ["from 9", "to 15"], []),
+        ("38:50", 0, 0, ["from 37", "to 40"], []),  # the part of the range within the run
+        ("10:15", 0, 1, [], []),
+        ("2:15", 2, 0, [], ["--profile.steps=2:15: step 2 is done already; nothing is traced"]),
+    ],
+)
+def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
+    tmp_path, monkeypatch, messages, steps, resumed, process, traced, says
+):
+    config, seen, step = (
+        replace(tiny_config(), run_dir=str(tmp_path), steps=40, profile=ProfileConfig(steps)),
+        [],
+        resumed,
+    )
+    state: Any = {}
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    starts = lambda folder: seen.append(f"from {step}") or folder == tmp_path / "profile" or pytest.fail(folder)
+    monkeypatch.setattr(jax.profiler, "start_trace", starts)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append(f"to {step}"))
+    with Profile(config, resumed) as profile:
+        while step < config.steps:
+            profile.before(step + 1, state)  # pyright: ignore
+            step += 1
+            profile.after(step, state)  # pyright: ignore
+    assert seen == traced and messages == says

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import pytest
 
 from configs.schema import CheckpointConfig, UserError
+from hosts.runtime import TrainingAborted
 from run.checkpoint import Checkpoints
 from run.saver import Saver
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, names, saved, state_on
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, names, saved, state_on
 from tests.test_train import folder, run, untouched  # noqa: F401
 
 
 def test_another_run_s_checkpoint_is_not_restored_under_this_run_s_name(tmp_path):
     about = {"config": {"name": "other", "seed": 7, "run_dir": "runs/other"}}
+    (tmp_path / "config.json").touch()
     checkpoints = Saver(tmp_path, KEEP_ALL)
     checkpoints.save(3, changed(state_on(1)[0]), FACTS | about | {"run_id": "one"})
-    checkpoints.close()
+    close(checkpoints)
     assert Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], "one")
     with pytest.raises(UserError, match=r"checkpoint 3 .* of another run \(name other, seed 7, run_dir runs/other\)"):
         Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], "two")
@@ -34,7 +36,9 @@ def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old
     saved(tmp_path, (1, 2), CheckpointConfig(keep=1))
     half_done, checkpoints = "2.orbax-checkpoint-tmp", f"{tmp_path}/checkpoints"
     written = {str(path).replace("/2/", f"/{half_done}/") for path in Path(checkpoints, "2").rglob("*")}
-    assert written <= {*calls} and calls[-1] == checkpoints and half_done in calls[-2]
+    calls.remove(f"{tmp_path}/events.jsonl")  # of the first save
+    *_, before, after, event = calls
+    assert written <= {*calls} and half_done in before and after == checkpoints and event == f"{tmp_path}/events.jsonl"
     assert names(tmp_path) == ["2"]
 
 
@@ -47,11 +51,14 @@ def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):
     asyncio.run(cell())
 
 
-def test_parameters_that_are_not_finite_are_refused(tmp_path):
+def test_parameters_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     checkpoints, state = Saver(tmp_path, KEEP_ALL), state_on(1)[0]
     wrong = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+    with pytest.raises(TrainingAborted, match="not finite"):
+        checkpoints.save(3, state._replace(params=wrong), FACTS)
+    monkeypatch.setattr("run.saver.all_finite", lambda params: True)  # as before
     checkpoints.save(3, state._replace(params=wrong), FACTS)
-    checkpoints.close()
+    close(checkpoints)
     with pytest.raises(UserError, match=r"checkpoint 3 .* not finite"):
         Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
@@ -85,7 +92,7 @@ def test_a_run_whose_folder_is_deleted_meanwhile_ends_with_1(folder, monkeypatch
     def delete_then_save(self, step, *arguments):
         save(self, step, *arguments)
         if step == 20:
-            self.failing()
+            self.wait()
             shutil.rmtree("gone")
 
     monkeypatch.setattr(Saver, "save", delete_then_save)

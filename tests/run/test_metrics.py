@@ -2,14 +2,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.metrics import Clock, MetricsWriter
+from run.ending import plot_loss
+from run.metrics import MetricsWriter
 from run.record import read_metrics
-from run.session import plot_loss
 
 
 def line(step: int, loss: float = 1.0) -> dict:
@@ -120,41 +121,33 @@ def test_loss_is_drawn_from_the_lines(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_clock_counts_training_alone_over_all_starts(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(run.metrics.time, "perf_counter", lambda: now)
-    clock = Clock(seconds=100.0, tokens=50)
-    clock.start()
-    now += 4
-    assert clock.seconds == 104
-    assert clock.rates(58)[0] == 8 / 4
-    with clock.paused():
-        now += 1000
-    now += 1
-    assert clock.seconds == 105
-    assert clock.rates(60)[0] == 2 / 1
-
-
 def full(*_):
     raise OSError(28, "No space left on device")
 
 
 def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch, capsys):
-    writer = MetricsWriter(tmp_path, 0)
+    wandb = SimpleNamespace(shown=[], close=lambda: None)
+    wandb.show = wandb.shown.append
+    writer = MetricsWriter(tmp_path, 0, lambda: wandb)  # pyright: ignore
     writer.write(line(1))
-
     with monkeypatch.context() as patch:
         patch.setattr(run.metrics, "append_whole", full)
         writer.write(line(2))
+        writer.write(line(3))
         assert "No space left on device" in writer.problem and len(lines_of(tmp_path)) == 1
+    writer.write(line(4))
+    assert writer.tensorboard
+    writer.tensorboard.writer.flush()
+    assert scalars(tmp_path)["loss"] == [(step, 1.0) for step in range(1, 5)]
     with monkeypatch.context() as patch:
         patch.setattr(run.metrics.TensorBoard, "add", full)
-        writer.write(line(3))
+        writer.write(line(5))
         assert "TensorBoard" in writer.problem
-    writer.write(line(4))
+    writer.write(line(6))
     writer.close()
-    assert writer.problem == "" and lines_of(tmp_path) == [line(step) for step in range(1, 5)]
-    assert scalars(tmp_path)["loss"] == [(step, 1.0) for step in range(1, 5)]
+    assert writer.problem == "" and lines_of(tmp_path) == [line(step) for step in range(1, 7)]
+    assert scalars(tmp_path)["loss"] == [(step, 1.0) for step in range(1, 7)]
+    assert [sent["step"] for sent in wandb.shown] == [*range(1, 7)]
     monkeypatch.setattr(run.metrics.TensorBoard, "close", full)  # full at the end
     writer.close()
     assert capsys.readouterr().err == "TensorBoard's file cannot be written: No space left on device\n"

@@ -13,8 +13,8 @@ import pytest
 from configs.schema import LogConfig
 from run import notify
 from run.metrics import MetricsWriter
-from run.notify import Wandb, tell, tell_of_failure
-from run.record import Events, Record
+from run.notify import Wandb, notify_of_failure, tell
+from run.record import Events
 from tests.helpers import tiny_config
 
 
@@ -58,7 +58,7 @@ def test_a_command_that_cannot_start_is_only_reported_and_one_process_starts_it(
 def test_an_exception_is_a_failure_and_a_request_to_stop_is_none(tmp_path, error, expected):
     with (
         pytest.raises(type(error)),
-        tell_of_failure(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"'), Record(tmp_path)),
+        notify_of_failure(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"')),
     ):
         raise error
     log = tmp_path / "on_event.log"

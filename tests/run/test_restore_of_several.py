@@ -30,7 +30,8 @@ def main():
 
     def save(checkpoints, step):
         checkpoints.save(step, state(step), {"shapes": {"w": [8, 4]}})
-        return checkpoints.failing()
+        checkpoints.wait()
+        return len(checkpoints.failures)
 
     errors, away = [], OSError(errno.EIO, "Input/output error")
     restore, begin = ocp.PyTreeCheckpointHandler.restore, ocp.PyTreeCheckpointHandler.async_save
@@ -72,7 +73,7 @@ def main():
         print(f"not saved: {checkpoints.failures[-1].message}", flush=True)
         ocp.PyTreeCheckpointHandler.async_save = begin
         assert not save(checkpoints, step + 2)
-    checkpoints.close()
+    checkpoints.wait()
     errors.append(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     checkpoints.restore_newest(abstract)  # ends the run
     return 0

@@ -26,10 +26,10 @@ PLOTS = [plot.id for plot in report.PLOTS]
 def runs(tmp_path_factory) -> list[str]:
     """Write two runs with every kind of figure."""
     folder = tmp_path_factory.mktemp("runs")
-    more = {"peak_memory_bytes": 7e10, "average_val_bpb": 1.3, "diagnostics": {"noise_scale_moments": 9000.0}}
+    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale_moments": 9000.0}}
     return [
-        str(write_run(folder / "d12", name="d12", line=more, core=True)),
-        str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more, core=True)),
+        str(write_run(folder / "d12", name="d12", line=more)),
+        str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more)),
     ]
 
 

@@ -1,0 +1,111 @@
+"""The end of a run's start: a message, the event, and the files of a complete run."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+
+import jax
+
+from configs.command_line import Exit
+from configs.files import write_picture, write_whole
+from configs.messages import LOGGER
+from configs.schema import Config
+from hosts.stop import Stop
+from run.clock import Times, seconds_by_activity
+from run.notify import tell
+from run.record import Events, local_path, read_metrics, upload
+from training.state import TrainState, params_sha256
+
+
+def already_complete(config: Config) -> Exit:
+    """Report that the run has all its steps."""
+    longer = f"--steps={2 * config.steps} --accept_changes"
+    LOGGER.info(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
+    return Exit.COMPLETE
+
+
+def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
+    """Report that the run stopped after `step`, as it was asked to, and return its exit code."""
+    code = stop.agreed_code()
+    LOGGER.info(
+        f"stopped after step {step} of {config.steps}, saved in {config.run_dir}; the same command continues it"
+    )
+    if jax.process_index() == 0:
+        _, spent = record_stop(config, step, code, times)
+        LOGGER.info(spent)
+        upload(config.run_dir)
+        tell(config, "end", f"stopped, exit code {int(code)}", step)
+    return code
+
+
+def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[dict[str, float], str]:
+    """Record that this start ended after `step`. Return the run's seconds by activity, and a line with them."""
+    with suppress(OSError):  # the disk may be full
+        Events(config.run_dir).add("stop", step, code=code, seconds=times.so_far())
+    seconds = seconds_by_activity(Events(config.run_dir).read())
+    return seconds, "seconds: " + ", ".join(f"{activity} {taken:,.1f}" for activity, taken in seconds.items())
+
+
+def complete(config: Config, state: TrainState, tokens: int, seconds: float, times: Times) -> Exit:
+    """Write the summary and the picture of a complete run, with `tokens` tokens in `seconds` seconds of training, and
+    print its samples and figures. Every process must call it."""
+    digest = params_sha256(state.params, config.model)  # gathered from all processes
+    if jax.process_index() > 0:
+        return Exit.COMPLETE
+    seconds_of, spent = record_stop(config, config.steps, Exit.COMPLETE, times)
+    facts = {"skipped_steps": int(state.skipped_steps), "params_sha256": digest}
+    summary, samples = summarize(config.run_dir, config.steps, tokens, seconds, **facts)
+    summary["seconds_by_activity"] = seconds_of
+    plot_loss(config.run_dir)
+    # The last file: it marks the run as complete.
+    write_whole(local_path(config.run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
+    upload(config.run_dir)
+    for sample in samples:
+        print(f"---\n{sample}")
+    print(
+        f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
+        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
+        f"{spent}\n"
+        f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
+        f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
+        f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
+    )
+    tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
+    return Exit.COMPLETE
+
+
+def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
+    """Return a run's summary, with the newest losses of metrics.jsonl, and the newest samples."""
+    lines = read_metrics(run_dir)
+    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
+    rate = tokens / seconds if seconds else None
+    summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
+    return summary, newest("samples") or []
+
+
+def plot_loss(run_dir: str | Path) -> Path:
+    """Draw training and validation loss against tokens. Return the picture's path."""
+    from matplotlib.figure import Figure  # a second to import, and needed once, at the end
+    from matplotlib.ticker import EngFormatter
+
+    lines = read_metrics(run_dir)
+    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    if train := course("loss"):
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
+    if val := course("val_loss"):
+        label = f"validation ({val[-1][1]:.3f} at the end)"
+        axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    path = local_path(run_dir) / "loss.png"
+    write_picture(path, figure)
+    return path

@@ -1,0 +1,252 @@
+"""The log of a run's steps: the lines of metrics.jsonl, the progress bar, and what is reported to the user."""
+
+import json
+import math
+import platform
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import mean, median
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from configs.messages import LOGGER
+from configs.schema import options
+from data.dataset import Text
+from data.loader import StepBatches
+from hosts.distributed import exchange
+from hosts.machines import peak_flops
+from hosts.runtime import TrainingAborted
+from hosts.stop import Watchdog, end_as_hung
+from model.gpt import flops_per_token
+from run.clock import Clock, Times
+from run.diagnosis import Diagnosis
+from run.metrics import MetricsWriter
+from run.notify import Wandb, tell
+from run.record import read_metrics
+from training.build import Build
+from training.state import TrainState
+from training.step import Metrics
+
+MOST_SKIPPED = 10  # consecutive skipped steps that end the run
+WINDOW = 64  # losses kept to compare a loss with
+ENOUGH = 16  # fewest losses to compare a loss with
+WORSE_IN_A_ROW = 3  # one or two worse evaluations are common while the rate is high
+
+
+class ResumePoint(NamedTuple):
+    """Where a start begins: before step 0, or after a checkpoint."""
+
+    state: TrainState
+    step: int = 0
+    """Steps taken."""
+    tokens: int = 0
+    """Tokens of those steps, which are the data's position."""
+    seconds: float = 0.0
+    """Seconds of training."""
+    losses: tuple[float, ...] = ()
+    """Losses of the newest steps, to compare a spike with."""
+
+
+class MetricsLog:
+    """Writes a line for each logged step, and reports skipped steps, spikes of the loss, and overfitting.
+
+    It reads a step's metrics while the devices compute the next step, so they never wait for the host. `read` reads
+    the newest at once. Twelve attributes: one reading of the metrics serves the file, the bar, the reports and the
+    watchdog. Every process must have one, and call its methods together."""
+
+    def __init__(self, built: Build, text: Text, start: ResumePoint, batches: StepBatches, times: Times):
+        """Drop the lines after `start`. `batches` are those that follow it, by number."""
+        config = self.config = built.config
+        self.built, self.text, self.start, self.batches, self.times = built, text, start, batches, times
+        self.unread: tuple[int, Metrics] | None = None
+        """The newest step, whose metrics the devices may still compute."""
+        self.losses = deque(start.losses, WINDOW)
+        """Losses of the newest steps that were read."""
+        self.skipped, self.skipped_in_a_row = int(start.state.skipped_steps), 0
+        self.clock = Clock(start.seconds, start.tokens)
+        self.watchdog = Watchdog(config.hang, self._end_as_hung)
+        wandb = partial(Wandb, config) if config.log.wandb else None
+        self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
+        lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
+        self.diagnosis = Diagnosis((line for line in lines if line["step"] <= start.step), config.optimizer)
+        self.bar = tqdm(
+            total=config.steps,
+            initial=start.step,
+            unit="step",
+            disable=None if jax.process_index() == 0 else True,  # None: if the output is no terminal
+            dynamic_ncols=True,
+        )
+
+    def __enter__(self) -> "MetricsLog":
+        self.watchdog.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.watchdog.__exit__()
+        self.clock.close()
+        self.bar.close()
+        self.writer.close()
+
+    def tokens(self, step: int) -> int:
+        """Return the tokens of the run up to `step`."""
+        return self.start.tokens + (step - self.start.step) * self.config.batch.tokens_per_step
+
+    def facts(self, step: int) -> dict:
+        """Return what a checkpoint of `step` keeps for the log of a later start."""
+        return {"tokens": self.tokens(step), "seconds": self.clock.seconds, "losses": list(self.losses)}
+
+    @contextmanager
+    def paused(self, what: str, activity: str) -> Iterator[None]:
+        """Pause the limit on steps. Inside, `what` has its own limit, and its time counts as `activity`."""
+        with self.watchdog.paused(what), self.times.during(activity):
+            yield
+
+    def write(self, step: int, facts: dict) -> None:
+        """Write a line."""
+        self.writer.write({"step": step, "tokens": self.tokens(step), **facts})
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Read the metrics of the step before this one, which the devices have just begun."""
+        self.read()
+        self.unread = (step, metrics)
+        self.clock.dispatched(metrics)
+
+    def read(self) -> None:
+        """Wait for the newest step, and log it. Raise TrainingAborted after ten skipped steps in a row."""
+        if not self.unread:
+            return
+        (step, metrics), self.unread = self.unread, None
+        with self.clock.waiting():
+            values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        self.watchdog.finish(step)
+        if "diagnostics" in values:
+            measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
+            self.write(step, {"diagnostics": measured})
+        self._count_skipped(step, values)
+        self._report_spike(step, values["loss"])
+        if step % self.config.log.every_steps == 0 or step == self.config.steps:
+            self._log(step, values)
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise TrainingAborted(f"{MOST_SKIPPED} steps in a row were skipped")
+
+    def _log(self, step: int, values: dict) -> None:
+        """Write a step's line, and move the bar."""
+        tokens_per_second, data_wait, own_seconds = self.clock.rates(self.tokens(step))
+        mfu = mfu_of(self.built, tokens_per_second)
+        line = {**values, "epochs": self.text.epochs(self.tokens(step) // self.built.batch_shape[2])}
+        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
+        memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
+        line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
+        ours = {"data_wait": data_wait, "own_seconds": own_seconds, "peak_memory_bytes": line["peak_memory_bytes"]}
+        self.write(step, {**line, **of_all_hosts(ours), "seconds": self.clock.seconds})
+        if self.writer.problem:
+            LOGGER.warning(self.writer.problem)
+        shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable:
+            LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
+
+    def _count_skipped(self, step: int, values: dict) -> None:
+        skipped = values["skipped_steps"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped > self.skipped else 0
+        self.skipped = skipped
+        if self.skipped_in_a_row:
+            bad = [group for group, norm in values["grad_norms"].items() if not math.isfinite(norm)]
+            why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
+            LOGGER.warning(f"step {step} changed nothing: {why}; {skipped} step(s) skipped so far")
+
+    def _report_spike(self, step: int, loss: float) -> None:
+        """Compare a step's loss with those before it. Log a spike with its rows."""
+        usual = median(self.losses) if len(self.losses) >= ENOUGH else math.inf
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        factor = self.config.stability.spike_factor
+        if not factor or not loss > factor * usual:
+            return
+        rows = self.text.seen(self.batches.row_numbers(step - 1 - self.start.step))
+        spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
+        LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step - 1}")
+        self.write(step, {"spike": {"loss": loss, "median": usual, **rows}})
+        tell(self.config, "spike", spike, step)
+
+    def evaluation(self, step: int, results: dict) -> None:
+        """Write the results of an evaluation on held-out text."""
+        self.write(step, results)
+        error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
+        loss, bits = results["val_loss"], results["val_bpb"]
+        LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
+        self._report_overfitting(step)
+
+    def _report_overfitting(self, step: int) -> None:
+        """Warn once in a run when it learns its text by heart."""
+        lines = read_metrics(self.config.run_dir)
+        if any("overfitting" in line for line in lines) or not (best := minimum_passed(lines)):
+            return
+        message = (
+            f"step {step}: the run learns its text by heart: the training loss falls, but the last {WORSE_IN_A_ROW} "
+            f"evaluations are worse than step {best['step']}'s {best['val_bpb']:.4f} bits per byte; take fewer steps, "
+            f"--model.dropout or more weight decay; the best checkpoint is kept if each evaluated step is saved "
+            f"(--checkpoint.every_steps={self.config.eval.every_steps})"
+        )
+        LOGGER.warning(message)
+        self.write(step, {"overfitting": {name: best[name] for name in ("step", "val_bpb")}})
+        tell(self.config, "overfitting", message, step)
+
+    def _end_as_hung(self, reason: str) -> None:
+        """End this process, from the watchdog's thread."""
+        tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
+        end_as_hung(reason)
+
+
+def mfu_of(built: Build, tokens_per_second: float) -> float | None:
+    """Return the share of the devices' peak FLOP/s, which are known for bfloat16; None for other types and devices."""
+    peak = peak_flops(built.mesh.devices.flat[0].device_kind)
+    if not peak or built.dtype != "bfloat16":
+        return None
+    flops = flops_per_token(built.config.model, built.config.batch.sequence_length)
+    return tokens_per_second * flops / (peak * built.mesh.size)
+
+
+def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
+    """Return, under `hosts`, the minimum and maximum of each measurement over processes, and their processes. Return
+    nothing for one process. Every process must call it."""
+    if jax.process_count() == 1:
+        return {}
+    answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))
+    theirs = dict(map(json.loads, answers))
+    spread = {}
+    for name in (name for name, value in ours.items() if value is not None):
+        order = sorted(theirs, key=lambda host: theirs[host][name])
+        least, most = order[0], order[-1]
+        spread[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
+    return {"hosts": spread}
+
+
+def minimum_passed(lines: Sequence[dict]) -> dict | None:
+    """Return a run's best evaluation, of its metrics' `lines`, if it overfits since then; None otherwise.
+
+    It does if the text repeats, the last `WORSE_IN_A_ROW` evaluations exceed the best by more than its standard error,
+    and the training loss before the last one is lower than before the best. Evaluations share their rows, so their
+    difference varies less than the standard error. Before the text repeats, only a change in the text lets the two
+    losses part.
+    """
+    results = [line for line in lines if line.get("val_bpb") is not None]
+    steps = [line for line in lines if line.get("loss") is not None and "epochs" in line]
+    if not results or not steps or max(steps[-1]["epochs"].values()) <= 1:
+        return None
+    at = min(range(len(results)), key=lambda i: results[i]["val_bpb"])
+    best, later = results[at], results[at + 1 :][-WORSE_IN_A_ROW:]
+    bound = best["val_bpb"] + (best["val_bpb_stderr"] or 0)
+
+    def before(i: int) -> list[float]:
+        """Return the logged losses between an evaluation and the one before it."""
+        return [step["loss"] for step in steps if results[i - 1]["step"] < step["step"] <= results[i]["step"]]
+
+    worse = len(later) == WORSE_IN_A_ROW and all(result["val_bpb"] > bound for result in later)
+    return best if worse and at and before(at) and before(-1) and mean(before(-1)) < mean(before(at)) else None

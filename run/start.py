@@ -1,0 +1,183 @@
+"""The start of a run, before its first step: the text, the folder, the checkpoints, the hosts, the first state."""
+
+import json
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from hashlib import sha256
+from math import ceil
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from configs.files import cache_dir
+from configs.messages import LOGGER
+from configs.retry import patiently
+from configs.schema import Config, UserError, free_to_change, options
+from configs.validation import validate
+from data.dataset import Text, open_text
+from data.loader import StepBatches, local_rows
+from evaluation.evaluator import encode_prompts
+from hosts.distributed import check_hosts_agree, on_first_process
+from hosts.preflight import ROOT, code_digest, preflight
+from hosts.runtime import describe_processes, versions
+from hosts.stop import limited
+from interchange.init_from import (
+    initial_state,
+    require_moments,
+    require_same_network,
+    require_same_vocabulary,
+    why_no_training,
+)
+from model.gpt import parameter_counts
+from run.checkpoint import finished_steps
+from run.clock import Times
+from run.folder import RunLock, RunStatus, checkpoint_folder, open_run, require_checkpoints, write_start_record
+from run.log import ResumePoint
+from run.record import Events, local_path
+from run.saver import Saver
+from training.build import Build, build
+from training.mesh import make_mesh, sizes_of
+
+
+def check_processes(config: Config) -> None:
+    """Log the run's processes and devices. Raise UserError if the processes have different configs."""
+    LOGGER.info(describe_processes(make_mesh(config.mesh)))
+    check_hosts_agree("their config", json.dumps(asdict(config)))
+
+
+def open_training(config: Config) -> tuple[Build, Text]:
+    """Return the run's build, with the steps of `epochs` for `steps=0`, and the text that it trains on. Raise UserError
+    if the text, the prompts, or the network in `init_from` do not fit the run."""
+    built = build(config)
+    config, (micro_batches, rows, length) = built.config, built.batch_shape
+    begun = partial(patiently, config.run_dir, lambda: finished_steps(checkpoint_folder(config)))
+    starts_from = config.init_from and not on_first_process(begun)
+    if starts_from:  # before text is prepared, which can take hours
+        require_same_network(config)
+        if config.init_optimizer:
+            require_moments(config)
+    no_training = why_no_training(config) if starts_from else ""
+    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
+    check_hosts_agree("their text", text.fingerprint)
+    rows_per_step = micro_batches * rows
+    rows = config.steps * rows_per_step
+    if not config.steps:
+        rows = ceil(config.epochs * sum(map(len, text.train)))  # the last step may go beyond them
+        config = replace(config, steps=ceil(rows / rows_per_step))
+        validate(config)
+        built = build(config)
+    LOGGER.info(text.outlook(rows, length, config.data.max_epochs))
+    if text.too_long:
+        LOGGER.info(text.too_long)
+    LOGGER.info(text.validation(config.eval.tokens, length))
+    if text.tokenizer.vocab_size < config.model.vocab_size:
+        known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
+        LOGGER.info(f"the text's tokenizer has {known}: the others are never seen")
+    encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)  # a mistake, before any compute
+    if starts_from:
+        require_same_vocabulary(config, text.tokenizer)
+        LOGGER.info(describe_start(config))
+    return built, text
+
+
+def open_folder(
+    built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock
+) -> tuple[RunStatus, Saver]:
+    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
+    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together."""
+    config = built.config
+    # On one process: an NFS client that looks too early does not see the folder for a while.
+    on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
+    status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
+    on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, status.saved)))
+    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
+    with limited(config.hang, "opening the checkpoints"):
+        return status, open_checkpoints(config, resume_step)
+
+
+def open_checkpoints(config: Config, resume_step: int | None = None) -> Saver:
+    """Return the run's checkpoints, back at `resume_step`. Raise UserError if they have more steps than the run should
+    have."""
+    checkpoints = Saver(config.run_dir, config.checkpoint)
+    if not checkpoints.steps and config.resume == "must":
+        raise UserError(f"--resume=must, but {config.run_dir} holds no checkpoint")
+    if resume_step is not None:
+        go_back_to(resume_step, config, checkpoints)
+    if checkpoints.newest > config.steps:
+        raise UserError(f"--steps={config.steps}, but {config.run_dir} has come to step {checkpoints.newest} already")
+    return checkpoints
+
+
+def go_back_to(step: int, config: Config, checkpoints: Saver) -> None:
+    """Set aside the checkpoints newer than `step`'s, and record it. Do nothing if the same command did so before: with
+    the same options the run would take the same course. Raise UserError if there is no such checkpoint."""
+    events = Events(config.run_dir)
+    deciding = {name: value for name, value in options(config).items() if not free_to_change(name)}
+    asked = {"step": step, "options_sha256": sha256(json.dumps(deciding).encode()).hexdigest()}
+    went_back = on_first_process(lambda: [event for event in events.read() if event["event"] == "went_back"])
+    if went_back and {name: went_back[-1][name] for name in asked} == asked:
+        LOGGER.info(f"--resume_step={step}: the run went back there in an earlier start, and continues")
+        return
+    if step not in checkpoints.steps:
+        there = ", ".join(map(str, checkpoints.steps)) or "none"
+        raise UserError(f"--resume_step={step}: {config.run_dir} has no such checkpoint; it has {there}")
+    checkpoints.set_aside_after(step)
+    on_first_process(lambda: events.add("went_back", **asked))
+
+
+def batches_after(start: ResumePoint, built: Build, text: Text) -> StepBatches:
+    """Return the batches of the steps after `start`."""
+    config, shape = built.config, built.batch_shape
+    row = start.tokens // config.batch.sequence_length
+    mine = local_rows(shape, built.batch_sharding)
+    return StepBatches(text.train, text.mixture, config.seed, shape, mine, text.document_bos, row)
+
+
+def resume(built: Build, checkpoints: Saver, run_id: str, times: Times) -> ResumePoint | None:
+    """Return the state and the data's position of the newest checkpoint that can be read; None without any."""
+    with times.during("restore"), limited(built.config.hang, "restoring"):
+        restored = checkpoints.restore_newest(built.abstract_state, run_id)
+    if restored is None:
+        return None
+    state, facts = restored
+    LOGGER.info(f"continuing after step {facts['step']} of {built.config.steps}")
+    return ResumePoint(state, facts["step"], facts["tokens"], facts["seconds"], tuple(facts["losses"]))
+
+
+def begin(built: Build) -> ResumePoint:
+    """Return the state before step 0."""
+    with limited(built.config.hang, "making the first state"):
+        return ResumePoint(jax.block_until_ready(initial_state(built)))
+
+
+def made_with(mesh: Mesh) -> dict[str, Any]:
+    """Return the facts of a start for its event: the code's hash, versions, devices, mesh."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
+    facts = {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
+    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    with suppress(OSError, subprocess.SubprocessError):  # a copy without git
+        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
+        facts["dirty"] = bool(status)
+    return facts
+
+
+def record_start(built: Build, text: Text, changes: list[str], start: ResumePoint) -> None:
+    """Record that the run continues from `start`, the changed options, and its tokenizer."""
+    config = built.config
+    facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+    write = partial(write_start_record, config, text.fingerprint, changes, start.step, start.tokens, **facts)
+    on_first_process(write)
+    if jax.process_index() == 0:
+        text.tokenizer.save(local_path(config.run_dir) / "tokenizer")
+
+
+def describe_start(config: Config) -> str:
+    """Return a line on the start of a run with `init_from`. At full rates without a warmup, it advises on new text."""
+    line, optimizer = f"starting from the network in {config.init_from}", config.optimizer
+    if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
+        return line
+    gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
+    return f"{line}, at full rates: it forgets much of its old text; to keep it, train with {gentle}"

@@ -1,0 +1,225 @@
+"""Test the log of a run's steps: the line of each, when its metrics are read, and what is reported."""
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig, StabilityConfig
+from hosts.runtime import TrainingAborted
+from run.clock import Times
+from run.log import ENOUGH, MOST_SKIPPED, WINDOW, MetricsLog, ResumePoint, mfu_of
+from run.metrics import MetricsWriter
+from run.record import read_metrics
+from tests.helpers import tiny_config
+from training.state import TrainState
+
+TOKENS = 256  # per step
+FALLING = [5.0, 4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0]
+TURNS = [9.0, 2.0, 1.5, 1.7, 1.8, 1.9, 2.0, 2.1]
+
+
+@pytest.fixture
+def make(tmp_path, messages):
+    """Return a function that makes the log of a run of 40 steps from `step` on."""
+    logs = []
+
+    def make(step: int = 0, losses: tuple[float, ...] = (), run_dir: Any = tmp_path, **sections: Any) -> MetricsLog:
+        defaults = {"log": LogConfig(5), "eval": EvalConfig(20), "checkpoint": CheckpointConfig(every_steps=10)}
+        config = replace(tiny_config(), **{"steps": 40, "run_dir": str(run_dir), **defaults, **sections})
+        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
+        built: Any = SimpleNamespace(config=config, mesh=mesh, batch_shape=(1, 1, 1), dtype=jnp.dtype("float32"))
+        text: Any = SimpleNamespace(epochs=lambda rows: {"text": rows / 512}, seen=lambda i: {"rows": [(0, i + 1)]})
+        start = ResumePoint(TrainState(step, {}, (), 0), step, step * TOKENS, 0.0, losses)  # pyright: ignore
+        log = MetricsLog(built, text, start, SimpleNamespace(row_numbers=lambda i: i), Times())  # pyright: ignore
+        logs.append(log)
+        return log
+
+    yield make
+    for log in logs:
+        if not log.watchdog.ended.is_set():  # not closed by the test
+            log.__exit__()
+
+
+def metrics(loss: float, skipped: int = 0, norm: float = 1.0) -> Any:
+    return {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": 0.5, "matrices": norm}}
+
+
+def feed(log: MetricsLog, losses: list[float], first: int = 1) -> None:
+    for step, loss in enumerate(losses, first):
+        log.step(step, metrics(loss))
+    log.read()
+
+
+def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make, tmp_path, messages):
+    log = make(log=LogConfig(2))
+    log.step(1, metrics(3.0))
+    log.step(2, metrics(2.0))
+    assert log.watchdog.finished == 1 and not read_metrics(tmp_path)
+    log.step(3, metrics(1.5))
+    log.step(4, metrics(1.25))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [2]
+    log.read()  # before a checkpoint
+    log.read()
+    first, second = read_metrics(tmp_path)
+    assert (first["step"], first["tokens"], first["loss"]) == (2, 2 * TOKENS, 2.0)
+    assert second["step"] == 4 and first["epochs"] == {"text": 1.0} and first["grad_norms"]["embed"] == 0.5
+    assert first["tokens_per_second"] > 0 and first["data_wait"] == 0 and first["mfu"] is None
+    assert [message.split("  ")[:2] for message in messages] == [
+        ["step 2/40", "loss 2.0000"],
+        ["step 4/40", "loss 1.2500"],
+    ]
+
+
+def test_the_peak_of_bfloat16_measures_no_other_type():
+    config = tiny_config()
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")]), size=2)
+    shares = {}
+    for dtype in ("bfloat16", "float32"):
+        built: Any = SimpleNamespace(config=config, mesh=mesh, dtype=jnp.dtype(dtype))
+        shares[dtype] = mfu_of(built, 1e6)
+    assert shares["float32"] is None and 0 < shares["bfloat16"] < 1
+
+
+def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(make, tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (4, 8, 12):
+        writer.write({"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": step}}})
+    writer.close()
+    log = make(step=8, diagnostics=DiagnosticsConfig(every_steps=4))
+    assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
+
+
+# Spikes and skipped steps.
+def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
+    log = make(log=LogConfig(100))
+    feed(log, [2.0] * ENOUGH + [2.9, 3.1, 2.0, 9.0])
+    spikes = [line for line in read_metrics(tmp_path) if "spike" in line]
+    assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
+    assert spikes[0]["spike"] == {"loss": 3.1, "median": 2.0, "rows": [[0, ENOUGH + 2]]}
+    assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in messages[0]
+    assert f"python -m tools.dataset {tmp_path} --step={ENOUGH + 1}" in messages[0]
+
+
+@pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])
+def test_no_spike_is_reported_when_off_or_without_earlier_losses(make, tmp_path, factor, before):
+    feed(make(stability=StabilityConfig(factor)), [2.0] * before + [9.0])
+    assert not any("spike" in line for line in read_metrics(tmp_path))
+
+
+def test_the_losses_to_compare_with_are_resumed_from_a_checkpoint(make, tmp_path, messages):
+    options = {"log": LogConfig(1000), "stability": StabilityConfig(1.1), "steps": 900}
+    losses = [2.0 + (i * 37 % 11) / 20 for i in range(2 * WINDOW)]
+    feed(make(**options), losses)
+    expected = messages.copy()
+    messages.clear()
+    first = make(**options)
+    feed(first, losses[:70])
+    assert len(first.facts(70)["losses"]) == WINDOW
+    feed(make(step=70, losses=tuple(first.facts(70)["losses"]), **options), losses[70:], first=71)
+    assert messages == expected and messages
+
+
+def test_skipped_steps_are_reported_with_their_reason_and_ten_in_a_row_end_the_run(make, tmp_path, messages):
+    log = make(log=LogConfig(100))
+    log.step(1, metrics(2.0, skipped=1, norm=float("nan")))
+    log.step(2, metrics(float("nan"), skipped=2, norm=float("inf")))
+    log.read()
+    assert log.skipped_in_a_row == 2 and "the gradient of matrices is not finite; 2 step(s)" in messages[1]
+    assert [*log.losses] == [2.0]
+    log.step(3, metrics(2.0, skipped=2))
+    log.step(4, metrics(0.0, skipped=3))
+    log.read()
+    assert log.skipped_in_a_row == 1 and "it has no valid token" in messages[2]
+    for step in range(5, 4 + MOST_SKIPPED):
+        log.step(step, metrics(float("nan"), skipped=step - 1, norm=float("nan")))
+    with pytest.raises(TrainingAborted, match="10 steps in a row were skipped"):
+        log.read()
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+# Hangs.
+@pytest.mark.parametrize("resumed", [20, 0])
+def test_the_watchdog_watches_the_next_step(make, resumed):
+    with make(step=resumed, hang=HangConfig(seconds=100)) as log:
+        log.watchdog.dispatch(resumed + 1)
+        dog = log.watchdog
+        assert (dog.finished, dog.dispatched, dog.allowed) == (
+            resumed,
+            resumed + 1,
+            600,
+        )  # six times the later
+    assert dog.ended.is_set()
+
+
+def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_limit(make, monkeypatch):
+    ended = threading.Event()
+    tell, end = Mock(), Mock(side_effect=lambda reason: ended.set())
+    monkeypatch.setattr("run.log.tell", tell)
+    monkeypatch.setattr("run.log.end_as_hung", end)
+    with make(step=20, hang=HangConfig(io_seconds=0.01)) as log:
+        log.watchdog.dispatch(21)
+        with log.paused("saving", "saves"):
+            assert ended.wait(30)
+    reason = "saving takes longer than 0.01 s (--hang.io_seconds)"
+    tell.assert_called_once_with(log.config, "failure", f"a hang: {reason}", 21)
+    end.assert_called_once_with(reason)
+    assert log.times.seconds["saves"] > 0 and log.times.activity == "start"
+
+
+# Overfitting.
+@pytest.fixture
+def reported(make, tmp_path):
+    def evaluate(losses, bits, error=0.1, epochs=0.5) -> list[dict]:
+        """Return the reports of a run with evaluations at steps 0, 20, ... and a logged step before each. `epochs`: of
+        the steps between two evaluations."""
+        log = make()
+        for i, (loss, val_bpb) in enumerate(zip(losses, bits)):
+            if i:
+                log.write(20 * i - 5, {"loss": loss, "epochs": {"a": 0.1, "b": epochs * i}})
+            known = float("nan") if val_bpb is None else val_bpb
+            log.evaluation(20 * i, {"val_loss": 1.0, "val_bpb": known, "val_bpb_stderr": error})
+        return [line for line in read_metrics(tmp_path) if "overfitting" in line]
+
+    return evaluate
+
+
+def test_a_turn_is_reported_once_with_its_minimum_and_remedies(make, reported, tmp_path, monkeypatch, messages):
+    notified = []
+    monkeypatch.setattr("run.log.tell", lambda config, *facts: notified.append(facts))
+    (line,) = reported(FALLING, TURNS)
+    assert (line["step"], line["overfitting"]) == (100, {"step": 40, "val_bpb": 1.5})
+    (message,) = [message for message in messages if "by heart" in message]
+    assert "step 100: " in message and "worse than step 40's 1.5000 bits per byte" in message
+    assert all(word in message for word in ("fewer steps", "dropout", "weight decay", "--checkpoint.every_steps=20"))
+    assert notified == [("overfitting", message, 100)]
+    make(step=140).evaluation(160, {"val_loss": 1.0, "val_bpb": 2.2})  # a resumed run does not report again
+    assert len(notified) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"error": None}, 100),  # one held-out document
+        ({"error": 0.25}, 120),  # 1.7 is within the error of 1.5
+        ({"error": 0.7}, None),
+        ({"epochs": 0.1}, None),  # no row was seen twice
+        ({"epochs": 0.18}, 120),
+        ({"bits": TURNS[:5]}, None),
+        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.55, 1.9, 2.0, 2.1]}, 140),  # one evaluation is as good
+        ({"bits": [9.0, 2.0, 1.5, 1.7, None, 1.9, 2.0, 2.1]}, 120),  # not finite
+        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.8, 1.4, 1.5, 1.6]}, None),  # a new minimum
+        ({"bits": [1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]}, None),  # no training before the minimum
+        ({"bits": [9.0, 2.0, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0]}, None),
+        ({"losses": [5.0, 4.0, 3.0, 3.1, 3.2, 3.3, 3.3, 3.3]}, None),  # the training loss rises too
+        ({"losses": [5.0, 4.0, 3.0, 2.0, 1.5, None, 1.1, 1.0]}, 120),
+    ],
+)
+def test_when_a_turn_is_reported(reported, options, step):
+    lines = reported(**{"losses": FALLING, "bits": TURNS} | options)
+    assert [line["step"] for line in lines] == ([step] if step else [])

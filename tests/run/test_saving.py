@@ -1,0 +1,102 @@
+"""Test when a run saves, and what follows a save that fails."""
+
+import itertools
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from configs.schema import CheckpointConfig
+from hosts.runtime import TrainingAborted
+from run import saver
+from run.saver import Saver
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, close, state_on
+
+STATE = state_on(1)[0]
+
+
+class FakeSaving:
+    """A save that ends at once, and fails for the steps in `failing`."""
+
+    failing: ClassVar[set[int]] = set()
+    may_pass = False
+
+    def __init__(self, run_dir, folder, items, facts):
+        self.facts = facts
+        self.failure = f"{int(self.may_pass)} the disk is full" if facts["step"] in self.failing else ""
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Let saves be fake ones. Return the pauses between attempts."""
+    monkeypatch.setattr(saver, "MOST_FAILED", 3)
+    monkeypatch.setattr(saver, "Saving", FakeSaving)
+    monkeypatch.setattr(FakeSaving, "failing", set())
+    monkeypatch.setattr(FakeSaving, "may_pass", False)
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    return pauses
+
+
+def train(checkpoints: Saver) -> None:
+    """Save as a run of 40 steps does that logs each fifth step, and saves each tenth."""
+    for step in range(1, 41):
+        if step % 5 == 0:
+            checkpoints.poll()
+        if step % checkpoints.config.every_steps == 0 or checkpoints.overdue:
+            checkpoints.save(step, STATE, FACTS)
+    checkpoints.save_last(40, STATE, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("failing", "steps", "failures", "aborted", "waits"),
+    [
+        ([], [10, 20, 30, 40], [], False, 0),
+        ([10, 15], [20, 30, 40], [1, 2], False, 0),  # tried again at the next logged step
+        ([40], [10, 20, 30], [1, 2, 3], True, 1),  # at once, then after a pause
+        (range(41), [], [1, 2, 3], True, 0),
+    ],
+)
+def test_a_save_that_fails_is_tried_again_and_the_third_in_a_row_ends_the_run(
+    tmp_path, monkeypatch, pauses, messages, failing, steps, failures, aborted, waits
+):
+    monkeypatch.setattr(FakeSaving, "failing", {*failing})
+    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10, keep=9))
+    if aborted:
+        with pytest.raises(TrainingAborted, match=r"3 save\(s\) in a row failed: the disk is full"), checkpoints:
+            train(checkpoints)
+        assert (messages.pop() == "the newest checkpoint is of step 30") == bool(steps)
+    else:
+        train(checkpoints)
+    assert checkpoints.steps == steps and len(pauses) == waits and all(pauses)
+    assert [int(text.split(" save(s) in a row failed: the disk is full")[0]) for text in messages] == failures
+
+
+def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatch, pauses):
+    monkeypatch.setattr(FakeSaving, "failing", {*range(41)})
+    monkeypatch.setattr(FakeSaving, "may_pass", True)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: FakeSaving.failing.clear())
+    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10))
+    train(checkpoints)
+    assert checkpoints.steps == [40]
+
+
+def test_minutes_make_a_save_due_at_a_step_that_is_logged(tmp_path, monkeypatch, pauses):
+    clock = itertools.count(step=7.0)  # a call at the start, at each logged step, and after each save
+    monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0))
+    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=1000, every_minutes=0.5, keep=9))
+    train(checkpoints)
+    assert checkpoints.steps == [25, 40]  # 35 seconds, at the fifth line
+
+
+def test_the_end_saves_a_last_step_whose_save_never_began(tmp_path):
+    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints.save_last(40, STATE, FACTS)
+    close(checkpoints)
+    assert checkpoints.steps == [40]
