@@ -25,7 +25,8 @@ from evaluation.evaluator import evaluate
 from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import measure_text, read_sources, results_of
-from hosts.runtime import cache_dir, check_hosts_agree, run_command, start_jax
+from hosts.distributed import check_hosts_agree
+from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.init_from import is_network, network_config, tokenizer_in
 from run.record import fetch_locally
 from training.mesh import batch_devices, batch_sharding, make_mesh

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import jax
 
 from configs.command_line import Exit, parse
-from configs.messages import LOGGER, outlive_the_log
+from configs.messages import LOGGER, ignore_output_errors
 from configs.schema import Config, NotNegative, Positive
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
-from hosts.cluster import Cluster
-from hosts.runtime import StartAgain, on_first_process, run_command, start_jax
+from hosts.distributed import on_first_process
+from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
 from run import ending, start
@@ -40,11 +40,11 @@ class Arguments:
     the machine has available."""
 
 
-def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
     times = Times()
-    start.check_processes(config, cluster)
+    start.check_processes(config)
     fitting = Fitting(config, arguments.memory)
     built, text = start.open_training(fitting.first())
     status, checkpoints = start.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock)
@@ -67,12 +67,13 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
-    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), stop.heeded():
+    in_loop = stop.deferred_signals()
+    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
         evaluate_if_due(step, state.params, evaluator, log, stop)
         while step < config.steps and not stop.agreed():
             profile.before(step + 1, state)
             batch = log.clock.next_batch(batches)
-            log.watchdog.step(step + 1)
+            log.watchdog.dispatch(step + 1)
             with log.clock.waiting():  # a CPU's call waits for the step before it
                 take = measuring_step if is_due(step + 1, config.diagnostics.every_steps) else train_step
                 state, metrics = take(state, batch)
@@ -120,18 +121,18 @@ def evaluate_if_due(step: int, params: dict, evaluator: Evaluator, log: MetricsL
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    outlive_the_log("stdout")  # its messages; the results are in the run's folder
+    ignore_output_errors("stdout")  # its messages; the results are in the run's folder
     with Stop() as stop:
-        cluster = start_jax()
+        start_jax()
         with RunLock(config.run_dir) as lock, notify_of_failure(config):
             try:
-                return train(config, cluster, arguments, lock, stop)
+                return train(config, arguments, lock, stop)
             except StartAgain as reason:
                 if jax.process_count() > 1:
                     raise  # the launcher starts all again
                 LOGGER.warning(str(reason))
             gc.collect()  # the arrays of the failed start
-            return train(config, cluster, arguments, lock, stop)
+            return train(config, arguments, lock, stop)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ Derive = Callable[[Config, set[str]], Config]
 
 
 class Exit(IntEnum):
-    """Exit codes: the one table that everything reads (docs/checkpoints.md). All processes of a run end with one code.
-    Other codes come from the system (134, 137, 139: signals); a few restarts may help."""
+    """Exit codes: the one table that everything reads (docs/checkpoints.md). Other codes come from the system (134,
+    137, 139: signals); a few restarts may help. JAX ends a process that has lost another one with 134."""
 
     COMPLETE = 0
     FAILED = 1

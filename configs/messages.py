@@ -21,7 +21,7 @@ LOGGER = logging.getLogger("tokensum")
 TICK = 10  # seconds between two lines of progress without a terminal
 
 
-class AboveTheBar(logging.Handler):
+class TqdmHandler(logging.Handler):
     """Writes messages to the standard output without breaking a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,7 +29,7 @@ class AboveTheBar(logging.Handler):
         sys.stdout.flush()  # a file or a pipe is otherwise written late
 
 
-class DropsWhatIsLost(io.FileIO):
+class LossyWriter(io.FileIO):
     """A file that drops what its disk or its reader does not take."""
 
     def write(self, content: Any) -> int:
@@ -39,13 +39,13 @@ class DropsWhatIsLost(io.FileIO):
         return len(content)
 
 
-def outlive_the_log(*names: str) -> None:
+def ignore_output_errors(*names: str) -> None:
     """Let `stdout` or `stderr`, if they are a log, drop messages while its disk is full, or once its reader has ended,
     as `tee` does at a Ctrl-C. An error there would end the run or its watchdog, or replace its exit code."""
     for name in names:
         if (file := getattr(sys, name)) and file is getattr(sys, f"__{name}__"):
             ways = {"line_buffering": file.line_buffering, "write_through": file.write_through}
-            raw: Any = DropsWhatIsLost(file.fileno(), "w", closefd=False)
+            raw: Any = LossyWriter(file.fileno(), "w", closefd=False)
             setattr(sys, name, io.TextIOWrapper(raw, file.encoding, file.errors, **ways))
 
 
@@ -62,7 +62,7 @@ def repair_streams() -> None:
 
 def show_messages(first: bool = True) -> None:
     """Show the messages of a command's first process, and none of its others."""
-    LOGGER.handlers = [AboveTheBar() if first else logging.NullHandler()]
+    LOGGER.handlers = [TqdmHandler() if first else logging.NullHandler()]
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # some library gives the root logger a handler, too
 

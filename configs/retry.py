@@ -72,7 +72,8 @@ def _passes(error: BaseException) -> bool:
     ):
         return False
     if isinstance(error, OSError):
-        return error.errno not in LASTING and not str(error).startswith("Forbidden")  # gcsfs: status 403
+        # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
+        return error.errno not in LASTING and (error.errno is not None or type(error) is not OSError)
     if isinstance(error, ValueError):
         system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
         return PASSING.match(str(error)) is not None and not (system and int(system[1]) in LASTING)

@@ -356,7 +356,7 @@ class HangConfig:
     """Least limit in seconds for a step and the wait for its batch; the limit is ten times the median step if that is
     more. The first step of a process has six times as long. 0: no limit. Choose more than any step, and any stall of a
     disk or network that passes. The clock stops while a data store does not answer."""
-    other_seconds: NotNegative[float] = 7200.0
+    io_seconds: NotNegative[float] = 7200.0
     """Limit in seconds for a restore, a save or an evaluation; 0: none. Choose more than the longest of them."""
 
 

@@ -29,7 +29,7 @@ from evaluation.engine import Engine
 from evaluation.network import Network
 from evaluation.results import to_lines, write_json
 from evaluation.scorer import Question, Scorer
-from hosts.runtime import check_hosts_agree
+from hosts.distributed import check_hosts_agree
 from model.sampling import Sampling
 
 try:

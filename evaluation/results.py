@@ -10,7 +10,7 @@ import jax
 
 from configs.files import append_whole, write_picture, write_whole
 from configs.schema import UserError
-from hosts.runtime import on_first_process
+from hosts.distributed import on_first_process
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,7 +27,7 @@ from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.results import ItemLog, plot_bits, write_json
 from evaluation.scorer import Question, Scorer
-from hosts.runtime import check_hosts_agree
+from hosts.distributed import check_hosts_agree
 
 Lines = Sequence[Mapping[str, Any]]
 

@@ -37,9 +37,7 @@ class Machine:
     memory: int
     flops: float
     bandwidth: float
-    links: float
     directions: int
-    network: float
     source: str
     gpu: bool = False
     capability: float = 0.0
@@ -47,8 +45,6 @@ class Machine:
     multiprocessors: int = 0
     clock: float = 0.0
     l2: int = 0
-    vector: float = 0.0
-    cores: int = 1
     per_chip: int = 1
     pod: int = 0
 

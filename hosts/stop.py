@@ -23,9 +23,7 @@ from jax.experimental import multihost_utils
 from configs.command_line import Exit
 from configs.schema import HangConfig
 from data.store import OUTAGE
-from hosts import peers
-from hosts.peers import end_all
-from hosts.runtime import max_over_processes
+from hosts.distributed import max_over_processes
 
 AWAY = 10  # seconds without an answer from a store: more than single errors cost
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
@@ -35,8 +33,9 @@ FIRST = 6  # times `hang.seconds` that the first step may take, which connects t
 class Stop:
     """Let Ctrl-C and SIGTERM (a preemption notice) end the command in order, inside `with`.
 
-    They end it at once, by an exception, except during training (`heeded`). There they become a request, which all
-    processes of a run follow after the same step. A second Ctrl-C then ends the process at once.
+    Enter it before `start_jax`. Signals end the command at once, by an exception, except during training
+    (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
+    Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
     """
 
     def __init__(self) -> None:
@@ -47,20 +46,20 @@ class Stop:
         """How often this process, one of several, has asked, and the answer."""
 
     def __enter__(self) -> "Stop":
-        # With several processes JAX's preemption service starts later, takes SIGTERM over, and informs the others.
+        # With several processes JAX's preemption service takes SIGTERM over when it starts, and informs the others.
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt}
         self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def _interrupt(self, *_: object) -> None:
-        if self.code == Exit.INTERRUPTED and self.training:
-            os.write(2, b"interrupted twice: ended at once; steps after the newest checkpoint are lost\n")
-            os._exit(Exit.INTERRUPTED)
-        self.code = Exit.INTERRUPTED
+        again, self.code = self.code == Exit.INTERRUPTED, Exit.INTERRUPTED
         if not self.training:
             raise KeyboardInterrupt
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        elif again:
+            os.write(2, b"interrupted twice: ended at once; steps after the newest checkpoint are lost\n")
+            os._exit(Exit.INTERRUPTED)
 
     def _preempt(self, *_: object) -> None:
         self.code = self.code or Exit.PREEMPTED
@@ -68,7 +67,7 @@ class Stop:
             raise SystemExit(Exit.PREEMPTED)
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def deferred_signals(self) -> Iterator[None]:
         """Let a request wait for the end of a step inside. If JAX swallowed an earlier request's exception, raise it
         again."""
         if self.code == Exit.INTERRUPTED:
@@ -80,13 +79,6 @@ class Stop:
             yield
         finally:
             self.training = False
-
-    @contextmanager
-    def unheeded(self) -> Iterator[None]:
-        """Let a request end the command at once, inside `heeded`: no step is taken here."""
-        self.training = False
-        yield
-        self.training = True
 
     def agreed(self) -> bool:
         """Return whether the run is to stop now, for all processes alike. Every process must ask equally often."""
@@ -109,13 +101,14 @@ class Stop:
 
 
 class Watchdog:
-    """End all processes with code 42, inside `with`, if a step takes far longer than others."""
+    """End this process with code 42, inside `with`, if a step takes far longer than others."""
 
-    def __init__(self, config: HangConfig, bark: Callable[[str], Any] | None = None):
-        """Call `bark(reason)` in the thread; by default it ends the processes."""
-        self.config, self.bark = config, bark or end_as_hung
-        self.each: deque[float] = deque(maxlen=64)  # seconds of a step, each time that the devices were done
-        self.given = self.done = -1
+    def __init__(self, config: HangConfig, on_timeout: Callable[[str], Any] | None = None):
+        """Call `on_timeout(reason)` in the thread that watches; by default it ends this process."""
+        self.config, self.on_timeout = config, on_timeout or end_as_hung
+        self.step_seconds: deque[float] = deque(maxlen=64)
+        """Seconds of a step, each time that the devices were done."""
+        self.dispatched = self.finished = -1
         self.since = time.monotonic()  # infinite during other work
         self.ended = threading.Event()
 
@@ -128,27 +121,27 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self.ended.set()
 
-    def step(self, step: int) -> None:
+    def dispatch(self, step: int) -> None:
         """Note that a step was given to the devices."""
-        self.given = step
-        if self.done < 0:
-            self.done = step - 1
+        self.dispatched = step
+        if self.finished < 0:
+            self.finished = step - 1
 
-    def done_with(self, step: int) -> None:
-        """Note that the devices are done with all steps up to this one."""
-        if step > self.done:
+    def finish(self, step: int) -> None:
+        """Note that the devices have finished all steps up to this one."""
+        if step > self.finished:
             now = time.monotonic()
             if self.since < math.inf:
-                self.each.append((now - self.since) / (step - self.done))
+                self.step_seconds.append((now - self.since) / (step - self.finished))
                 self.since = now
-            self.done = step
+            self.finished = step
 
     @contextmanager
-    def elsewhere(self, what: str) -> Iterator[None]:
-        """Pause the hang timer inside: an evaluation, a save. It has its own limit."""
+    def paused(self, what: str) -> Iterator[None]:
+        """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
         began, since, self.since = time.monotonic(), self.since, math.inf
         try:
-            with limited(self.config, what, self.bark):
+            with limited(self.config, what, self.on_timeout):
                 yield
         finally:
             self.since = since + time.monotonic() - began
@@ -156,19 +149,19 @@ class Watchdog:
     @property
     def allowed(self) -> float:
         """Return the seconds that the dispatched steps, and one more, may take."""
-        if not self.each:
+        if not self.step_seconds:
             return FIRST * self.config.seconds
-        return max(self.config.seconds, FACTOR * median(self.each) * (self.given + 1 - self.done))
+        return max(self.config.seconds, FACTOR * median(self.step_seconds) * (self.dispatched + 1 - self.finished))
 
     def check(self) -> None:
-        """Bark if they have taken longer. A store that does not answer delays every process, but is not a hang: the
-        time restarts when it answers."""
+        """Call `on_timeout` if they have taken longer. A store that does not answer delays every process, but is not a
+        hang: the time restarts when it answers."""
         if OUTAGE.seconds > AWAY:
             self.since = max(self.since, time.monotonic())
-        passed, allowed = time.monotonic() - self.since, self.allowed
-        if passed > allowed:
-            usual = f"one takes {median(self.each):.3g} s" if self.each else "none has come to its end yet"
-            self.bark(f"no step after {self.done} has ended for {passed:.0f} s (--hang.seconds; {usual})")
+        passed = time.monotonic() - self.since
+        if passed > self.allowed:
+            usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"
+            self.on_timeout(f"no step after {self.finished} has ended for {passed:.0f} s (--hang.seconds; {usual})")
 
     def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.config.seconds / 4)):
@@ -176,22 +169,18 @@ class Watchdog:
 
 
 @contextmanager
-def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
-    """End all processes with code 42 if a restore, a save or an evaluation inside takes longer than
-    `hang.other_seconds`. Processes that exchange values inside wait as long for each other."""
-    seconds, before = config.other_seconds or math.inf, peers.patience
-    peers.patience = seconds
-    try:
-        with limited_to(seconds, f"{what} takes longer than {seconds} s (--hang.other_seconds)", bark):
-            yield
-    finally:
-        peers.patience = before
+def limited(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """End this process with code 42 if a restore, a save or an evaluation inside takes longer than
+    `hang.io_seconds`."""
+    seconds = config.io_seconds or math.inf
+    with limited_to(seconds, f"{what} takes longer than {seconds} s (--hang.io_seconds)", on_timeout):
+        yield
 
 
 @contextmanager
-def limited_to(seconds: float, reason: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
-    """End all processes with code 42, or call `bark`, if the work inside takes longer than `seconds`."""
-    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bark or end_as_hung, [reason])
+def limited_to(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`."""
+    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), on_timeout or end_as_hung, [reason])
     late.daemon = True
     late.start()
     try:
@@ -201,8 +190,8 @@ def limited_to(seconds: float, reason: str, bark: Callable[[str], Any] | None = 
 
 
 def end_as_hung(reason: str) -> None:
-    """Print the reason and every thread's stack, and end all processes of the run."""
+    """Print the reason and every thread's stack, and end this process, which ends the others of the run."""
     print(f"error: {reason}; every thread of this process:", file=sys.stderr, flush=True)
     with suppress(Exception):  # if stderr is no file
         faulthandler.dump_traceback(sys.__stderr__ or 2)
-    end_all(Exit.PEER_LOST, f"a hang: {reason}")
+    os._exit(Exit.PEER_LOST)

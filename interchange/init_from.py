@@ -14,7 +14,7 @@ from jaxtyping import Array
 from configs.schema import BatchConfig, Config, ModelConfig, UserError
 from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
-from hosts.runtime import Damaged, NoCheckpoint
+from hosts.distributed import Damaged, NoCheckpoint
 from interchange.formats import function_options, hf_config, model_of_hf, own_config, spelling, stored_arrays, turned
 from model.attention import window_of
 from run.checkpoint import Checkpoints

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from configs.retry import StorageLost, causes, first_line, passes, patiently, role
 from configs.schema import UserError
-from hosts.runtime import Damaged, NoCheckpoint, on_every_process, on_first_process
+from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.record import in_bucket, reading, storage_path
 from training.layout import padded
 from training.optimizer import path_name

@@ -21,6 +21,7 @@ import jax
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
+from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
     GIB,
     HEADROOM,
@@ -32,7 +33,7 @@ from hosts.machines import (
     machines,
     name_of,
 )
-from hosts.runtime import StartAgain, max_over_processes, on_first_process
+from hosts.runtime import StartAgain
 from run.clock import Times
 from run.programs import TrainSteps, compile_train_steps, describe
 from run.record import Events, upload

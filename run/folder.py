@@ -24,7 +24,8 @@ from configs.messages import LOGGER
 from configs.retry import patiently
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
-from hosts.runtime import on_first_process, versions
+from hosts.distributed import on_first_process
+from hosts.runtime import versions
 from run.checkpoint import finished_steps, read_facts
 from run.record import (
     Events,

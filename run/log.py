@@ -18,8 +18,8 @@ from configs.messages import LOGGER
 from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
+from hosts.distributed import exchange
 from hosts.machines import peak_flops
-from hosts.peers import exchange
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
 from model.gpt import flops_per_token
@@ -103,7 +103,7 @@ class MetricsLog:
     @contextmanager
     def paused(self, what: str, activity: str) -> Iterator[None]:
         """Pause the limit on steps. Inside, `what` has its own limit, and its time counts as `activity`."""
-        with self.watchdog.elsewhere(what), self.times.during(activity):
+        with self.watchdog.paused(what), self.times.during(activity):
             yield
 
     def write(self, step: int, facts: dict) -> None:
@@ -123,7 +123,7 @@ class MetricsLog:
         (step, metrics), self.unread = self.unread, None
         with self.clock.waiting():
             values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
-        self.watchdog.done_with(step)
+        self.watchdog.finish(step)
         if "diagnostics" in values:
             measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
             self.write(step, {"diagnostics": measured})
@@ -199,8 +199,8 @@ class MetricsLog:
         tell(self.config, "overfitting", message, step)
 
     def _end_as_hung(self, reason: str) -> None:
-        """End all processes, from the watchdog's thread."""
-        tell(self.config, "failure", f"a hang: {reason}", self.watchdog.given)
+        """End this process, from the watchdog's thread."""
+        tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
         end_as_hung(reason)
 
 

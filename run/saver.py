@@ -27,8 +27,8 @@ from configs import retry
 from configs.messages import LOGGER
 from configs.retry import StorageLost, described, first_line, patiently, role
 from configs.schema import CheckpointConfig, UserError
-from hosts.peers import exchange
-from hosts.runtime import Damaged, NoCheckpoint, TrainingAborted, max_over_processes, on_first_process, versions
+from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
+from hosts.runtime import TrainingAborted, versions
 from run.checkpoint import (
     COMMITTED,
     FACTS,

@@ -20,9 +20,9 @@ from configs.validation import validate
 from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
-from hosts.cluster import Cluster
+from hosts.distributed import check_hosts_agree, on_first_process
 from hosts.preflight import ROOT, code_digest, preflight
-from hosts.runtime import check_hosts_agree, describe_processes, on_first_process, versions
+from hosts.runtime import describe_processes, versions
 from hosts.stop import limited
 from interchange.init_from import (
     initial_state,
@@ -42,9 +42,9 @@ from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
 
 
-def check_processes(config: Config, cluster: Cluster) -> None:
+def check_processes(config: Config) -> None:
     """Log the run's processes and devices. Raise UserError if the processes have different configs."""
-    LOGGER.info(describe_processes(cluster, make_mesh(config.mesh)))
+    LOGGER.info(describe_processes(make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
@@ -92,7 +92,6 @@ def open_folder(
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
     status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    # Before the preflight, which makes the folder of checkpoints if it is missing.
     on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, status.saved)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):

@@ -137,13 +137,13 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
     for killed in (0, 1):
         processes = begin(folder, "two", fsdp)
         processes[killed].kill()
-        (log,) = finish([processes[1 - killed]], 42)
-        # The error comes from a failed operation, or from JAX's service if it notices first and aborts.
-        assert "another one has stopped, or cannot be reached" in log or "another process of the run was lost" in log
+        log, _ = processes[1 - killed].communicate(timeout=300)
+        # An operation that fails ends it with 42, JAX's heartbeat with an abort: the one that notices first.
+        assert processes[1 - killed].returncode in (42, -signal.SIGABRT), log
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
     outputs = finish(start(folder, "--run_dir=two", fsdp), 0)
-    first = "launcher: JAX_* variables; process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
+    first = "process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
     assert first + "data 2, fsdp 2, tensor 1\n" in outputs[0] and "seconds: start " in outputs[0]
     assert "continuing after step" in outputs[0]
     assert "bits per byte" in outputs[0] and "bits per byte" not in outputs[1]

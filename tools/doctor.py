@@ -20,9 +20,9 @@ from training.build import build
 
 def main() -> int:
     config, _ = parse(__doc__)
-    cluster = start_jax()
+    start_jax()
     built = build(config)
-    check_processes(config, cluster)
+    check_processes(config)
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     hosts = preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)

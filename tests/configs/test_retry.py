@@ -46,6 +46,7 @@ def answered(**facts: object) -> Exception:
         ),
         (ConnectionResetError(), True),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),
+        (OSError("not a file of this format"), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (KeyError("value_type"), False),

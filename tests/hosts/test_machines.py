@@ -51,7 +51,7 @@ def test_a_device_finds_its_machine_and_other_cards_find_none():
 def test_each_machine_s_figures_are_complete_and_xla_gets_a_gpu_s():
     for machine in machines().values():
         assert machine.source and machine.device_kind
-        assert 0 < machine.network < machine.links < machine.bandwidth < machine.flops
+        assert 0 < machine.bandwidth < machine.flops and machine.directions > 0
     gpus = [machine for machine in machines().values() if machine.gpu]
     assert {machine.kind for machine in gpus if machine.capability not in CORES} == {"v100"}
     for machine in gpus:

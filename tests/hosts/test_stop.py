@@ -24,10 +24,10 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 @pytest.mark.parametrize(("sign", "code"), SIGNALS)
 def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Stop() as stop, stop.heeded():
-        assert not stop.after(1)
+    with Stop() as stop, stop.deferred_signals():
+        assert not stop.agreed()
         os.kill(os.getpid(), sign)
-        assert stop.after(2) and stop.code == stop.agreed_code() == code
+        assert stop.agreed() and stop.code == stop.agreed_code() == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -37,7 +37,7 @@ def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_except
         with Stop() as stop:
             with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
                 os.kill(os.getpid(), sign)
-            with stop.heeded():
+            with stop.deferred_signals():
                 pytest.fail("the run went on")
 
     assert exit_code(main) == code
@@ -45,17 +45,19 @@ def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_except
 
 NOTICE = """
 import os, signal, time
+import jax
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 def main():
     with Stop() as stop:
-        if start_jax().index > 0:
+        start_jax()
+        if jax.process_index() > 0:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)  # a restore
-        with stop.heeded():
+        with stop.deferred_signals():
             for step in range(1001, 1201):
                 time.sleep(0.05)
-                if stop.after(step):
+                if stop.agreed():
                     return stop.agreed_code()
 run_command(main)
 """
@@ -70,22 +72,22 @@ class Watched:
     """A watchdog with a manual clock."""
 
     def __init__(self, monkeypatch, **options):
-        self.time, self.barks = 0.0, []
+        self.time, self.reasons = 0.0, []
         monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: self.time))
-        self.dog = Watchdog(HangConfig(**options), self.barks.append)
+        self.dog = Watchdog(HangConfig(**options), self.reasons.append)
 
     def take(self, steps: int, seconds: float) -> None:
         """Take `steps` steps of `seconds` each, and report them done at the end."""
         for _ in range(steps):
-            self.dog.step(max(self.dog.given, 0) + 1)
+            self.dog.dispatch(max(self.dog.dispatched, 0) + 1)
         self.time += steps * seconds
-        self.dog.done_with(self.dog.given)
+        self.dog.finish(self.dog.dispatched)
 
-    def barks_after(self, seconds: float) -> bool:
+    def times_out_after(self, seconds: float) -> bool:
         self.time += seconds
         self.dog.check()
         self.time -= seconds
-        return bool(self.barks)
+        return bool(self.reasons)
 
 
 def test_a_step_may_take_the_least_time_or_many_times_its_like(monkeypatch):
@@ -95,23 +97,23 @@ def test_a_step_may_take_the_least_time_or_many_times_its_like(monkeypatch):
     assert watched.dog.allowed == 100
     watched.take(10, seconds=20)  # a slow stretch changes little, since the median counts
     assert watched.dog.allowed == 100
-    assert not watched.barks_after(99) and watched.barks_after(101)
-    assert watched.barks == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
+    assert not watched.times_out_after(99) and watched.times_out_after(101)
+    assert watched.reasons == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
 
 
 def test_steps_given_ahead_of_time_may_take_longer_by_as_much(monkeypatch):
     watched = Watched(monkeypatch, seconds=100)
     watched.take(1, seconds=20)
     for step in range(2, 9):
-        watched.dog.step(step)
+        watched.dog.dispatch(step)
     assert watched.dog.allowed == 10 * 20 * 8
-    assert not watched.barks_after(1599) and watched.barks_after(1601)
+    assert not watched.times_out_after(1599) and watched.times_out_after(1601)
 
 
 def test_the_first_step_may_take_longer(monkeypatch):
     watched = Watched(monkeypatch, seconds=100)
-    watched.dog.step(41)
-    assert not watched.barks_after(599) and watched.barks_after(601)
+    watched.dog.dispatch(41)
+    assert not watched.times_out_after(599) and watched.times_out_after(601)
 
 
 @pytest.mark.parametrize("cause", ["store", "evaluation", "both"])
@@ -121,19 +123,19 @@ def test_an_unreachable_store_and_an_evaluation_are_no_hang(monkeypatch, cause):
     watched.time += 50 if cause == "evaluation" else 500
     with monkeypatch.context() as patch:
         patch.setattr(OUTAGE, "since", None if cause == "evaluation" else time.monotonic() - 60)
-        with nullcontext() if cause == "store" else watched.dog.elsewhere("an evaluation"):
-            assert not watched.barks_after(600)
+        with nullcontext() if cause == "store" else watched.dog.paused("an evaluation"):
+            assert not watched.times_out_after(600)
             watched.time += 600
             watched.dog.check()
             patch.setattr(OUTAGE, "since", None)
-            assert cause == "store" or not watched.barks_after(1e6)
+            assert cause == "store" or not watched.times_out_after(1e6)
     if cause == "store":
-        assert not watched.barks_after(99)
-    assert watched.barks_after(101)
+        assert not watched.times_out_after(99)
+    assert watched.times_out_after(101)
 
 
 INTERRUPTED_TWICE = """
-with Stop() as stop, stop.heeded():
+with Stop() as stop, stop.deferred_signals():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
@@ -142,7 +144,7 @@ HANG = """
 def something_that_never_answers(): time.sleep(60)
 threading.Thread(target=something_that_never_answers, daemon=True).start()
 with Watchdog(HangConfig(seconds=1)) as dog:
-    dog.step(1), dog.done_with(1), dog.step(2)
+    dog.dispatch(1), dog.finish(1), dog.dispatch(2)
     time.sleep(60)
 """
 

@@ -33,7 +33,7 @@ FREE = {
     *(f"checkpoint.{name}" for name in ("every_minutes", "every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("copy", "max_epochs", "source", "tokenizer", "workers")),
     *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens")),
-    *("diagnostics.every_steps", "hang.other_seconds", "hang.seconds"),
+    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 

@@ -60,7 +60,7 @@ def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make
     log = make(log=LogConfig(2))
     log.step(1, metrics(3.0))
     log.step(2, metrics(2.0))
-    assert log.watchdog.done == 1 and not read_metrics(tmp_path)
+    assert log.watchdog.finished == 1 and not read_metrics(tmp_path)
     log.step(3, metrics(1.5))
     log.step(4, metrics(1.25))
     assert [line["step"] for line in read_metrics(tmp_path)] == [2]
@@ -147,9 +147,13 @@ def test_skipped_steps_are_reported_with_their_reason_and_ten_in_a_row_end_the_r
 @pytest.mark.parametrize("resumed", [20, 0])
 def test_the_watchdog_watches_the_next_step(make, resumed):
     with make(step=resumed, hang=HangConfig(seconds=100)) as log:
-        log.watchdog.step(resumed + 1)
+        log.watchdog.dispatch(resumed + 1)
         dog = log.watchdog
-        assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, 600)  # the first step: six times as long
+        assert (dog.finished, dog.dispatched, dog.allowed) == (
+            resumed,
+            resumed + 1,
+            600,
+        )  # six times the later
     assert dog.ended.is_set()
 
 
@@ -158,11 +162,11 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     tell, end = Mock(), Mock(side_effect=lambda reason: ended.set())
     monkeypatch.setattr("run.log.tell", tell)
     monkeypatch.setattr("run.log.end_as_hung", end)
-    with make(step=20, hang=HangConfig(other_seconds=0.01)) as log:
-        log.watchdog.step(21)
+    with make(step=20, hang=HangConfig(io_seconds=0.01)) as log:
+        log.watchdog.dispatch(21)
         with log.paused("saving", "saves"):
             assert ended.wait(30)
-    reason = "saving takes longer than 0.01 s (--hang.other_seconds)"
+    reason = "saving takes longer than 0.01 s (--hang.io_seconds)"
     tell.assert_called_once_with(log.config, "failure", f"a hang: {reason}", 21)
     end.assert_called_once_with(reason)
     assert log.times.seconds["saves"] > 0 and log.times.activity == "start"

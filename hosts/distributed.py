@@ -1,0 +1,223 @@
+"""Join the processes of a run, and let them exchange values, through JAX's coordination service.
+
+JAX finds the other processes itself under SLURM, Open MPI, GKE and on TPU VMs (jax/_src/clusters). Elsewhere the user
+sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. docs/multihost.md lists what each launcher sets.
+
+A process that ends alone does not wait for the others. JAX's heartbeat then ends them with an abort (exit code 134).
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from glob import glob
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import jax
+from jax._src import clusters, distributed  # as Orbax does: neither has a public API
+
+from configs.retry import StorageLost
+from configs.schema import UserError
+
+DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
+JOIN_SECONDS = 30 * 60  # for the last host: as long as a cluster takes to start it
+HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as lost
+SHUTDOWN_SECONDS = 300  # that the end of a process waits for the end of the others
+EXCHANGES = "tokensum/exchange"  # in the service's store: the values that processes exchange
+
+T = TypeVar("T")
+
+
+class NoCheckpoint(Exception):
+    """Raised if a run has checkpoints, and none can be read."""
+
+
+class Damaged(ValueError):
+    """Raised if a saved file is missing, or its content differs."""
+
+
+SHARED_ERRORS = (UserError, StorageLost, Damaged)  # that all processes raise if one does
+
+
+def join() -> int:
+    """Join the other processes of the run, if there are any. Return this one's number. Raise UserError if the
+    environment contradicts itself."""
+    address, processes, index = given_processes(os.environ)
+    if not address and os.environ.get("SLURM_STEP_NUM_TASKS") != "1":  # an interactive step of a larger allocation
+        address, processes, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, [], None, JOIN_SECONDS
+        )
+    if not address or processes == 1 or jax.distributed.is_initialized():
+        return distributed.global_state.process_id
+    if os.environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:  # gRPC would ask it for the coordinator
+        direct = os.environ.get(DIRECT) or os.environ.get("no_proxy", "")
+        os.environ[DIRECT] = f"{direct},{address.rpartition(':')[0].strip('[]')}".strip(",")
+    jax.distributed.initialize(
+        address,
+        processes,
+        index,
+        local_device_ids=local_gpus(os.environ, len(glob("/dev/nvidia[0-9]*"))),
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+    )
+    return distributed.global_state.process_id
+
+
+def given_processes(environ: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
+    """Return the address of process 0, the number of processes and this one's number that the user set; None if they
+    are not set. Raise UserError if they are incomplete or impossible."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, processes, index = (environ.get(name, "") for name in names)
+    if not (address or processes or index):
+        return None, None, None
+    port = address.rpartition(":")[2]
+    numbers = processes.isdecimal() and index.isdecimal() and port.isdecimal()
+    if not (numbers and int(index) < int(processes) and 0 < int(port) < 65536):
+        found = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in names)
+        raise UserError(
+            f"{names[0]} (HOST:PORT of process 0), {names[1]} and {names[2]} (from 0) belong together; found {found}"
+        )
+    return address, int(processes), int(index)
+
+
+def local_gpus(environ: Mapping[str, str], gpus: int) -> list[int] | None:
+    """Return the GPUs of this process among those that it sees; None: all, or one a task, as JAX chooses.
+
+    JAX gives each task of SLURM and Open MPI one GPU, and leaves the others of the machine idle. So a task that is
+    alone on its machine takes all. Raise UserError if the tasks of a machine cannot take one GPU each.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = gpus if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
+    tasks, local = tasks_here(environ)
+    if not gpus or environ.get("JAX_LOCAL_DEVICE_IDS"):  # JAX reads the latter
+        return None
+    if tasks == 1 or gpus == 1:  # one GPU: SLURM shows a task only its own
+        return list(range(gpus))
+    if gpus != tasks:
+        raise UserError(
+            f"{tasks} tasks of this machine see {gpus} GPUs; start one task for each machine, or one for each GPU"
+        )
+    return [local]
+
+
+def tasks_here(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of tasks that SLURM or Open MPI started on this machine, and this one's number among them."""
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environ:
+        return int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]), int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list such as 8(x2),4; start the run with srun")
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    tasks = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
+    node = int(environ.get("SLURM_NODEID", 0))
+    if node >= len(tasks):
+        raise UserError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text}; start the run with srun")
+    return tasks[node], int(environ.get("SLURM_LOCALID", 0))
+
+
+def everyone_is_here(seconds: float) -> bool:
+    """Return whether all processes of the run call this within `seconds`."""
+    client: Any = distributed.global_state.client
+    try:
+        client.wait_at_barrier("tokensum/end", int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+_numbers = defaultdict[str, Iterator[int]](lambda: count(1))
+"""Numbers of the exchanges of each channel. Every process counts them alike, so that no two share a name."""
+
+
+def exchange(what: str, value: str, channel: str = "") -> list[str]:
+    """Return every process's `value`, in order, through JAX's service, not through the devices. Every process must call
+    it, with the same `what`. A thread other than the main one needs its own `channel`. A missing process delays it
+    until JAX's heartbeat or the caller's time limit ends this one."""
+    state = distributed.global_state
+    client: Any = state.client
+    if client is None:
+        return [value]
+    number = next(_numbers[channel])
+    name = f"{EXCHANGES}{channel}/{number}"
+    client.key_value_set(f"{name}/{state.process_id}", value)
+    if state.process_id > 0:  # the first gathers them, so that the requests grow with the processes, not their square
+        return json.loads(_wait_for(client, f"{name}/all", what))
+    given: dict[str, str] = {}
+    while missing := [i for i in range(state.num_processes) if f"{name}/{i}" not in given]:
+        _wait_for(client, f"{name}/{missing[-1]}", f"{what} of process {missing[-1]}")
+        given = dict(client.key_value_dir_get(f"{name}/"))  # all that are there, in one request
+    values = [given[f"{name}/{i}"] for i in range(state.num_processes)]
+    client.key_value_set(f"{name}/all", json.dumps(values))
+    client.key_value_delete(f"{EXCHANGES}{channel}/{number - 1}")  # all have come here, so they have read it
+    return values
+
+
+def _wait_for(client: Any, key: str, what: str) -> str:
+    """Return the value of `key` once it is there. Print a line for each minute without it."""
+    for minutes in count(1):
+        try:
+            return client.blocking_key_value_get(key, 60_000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            print(f"{minutes} min: waiting for {what}", flush=True)
+    raise AssertionError
+
+
+def max_over_processes(value: int) -> int:
+    """Return the highest of the processes' values, through JAX's service. Every process must call it."""
+    return max(map(int, exchange("a number", str(int(value)))))
+
+
+def check_hosts_agree(about: str, value: str) -> None:
+    """Raise UserError on every process if their `value`s differ. Every process must call it."""
+    digests = exchange(about, f"{hashlib.sha256(value.encode()).hexdigest()} {platform.node()}")
+    values, hosts = zip(*(answer.split(" ", 1) for answer in digests))
+    different = [i for i, other in enumerate(values) if other != values[0]]
+    if different:
+        raise UserError(
+            f"of {len(digests)} processes, {different} differ from process 0 in {about} (on "
+            f"{', '.join(hosts[i] for i in different[:8])}; process 0 on {hosts[0]}); start all with one command"
+        )
+
+
+def on_first_process(function: Callable[[], Any]) -> Any:
+    """Return the result of `function` on process 0 to every process, through JSON. Raise as `on_every_process` does.
+    Every process must call it."""
+    if jax.process_count() == 1:
+        return function()
+
+    def answer() -> str:
+        return json.dumps(function() if jax.process_index() == 0 else None)
+
+    return json.loads(_together("an answer", answer)[1][0])
+
+
+def on_every_process(what: str, function: Callable[[], T]) -> T:
+    """Return the result of `function` here, once it has returned on every process. If it raises one of SHARED_ERRORS on
+    some, all raise the first kind in that order, with the process's number; other exceptions end this process.
+    `function` must not wait for another process."""
+    return _together(what, function)[0]
+
+
+def _together(what: str, function: Callable[[], T]) -> tuple[T, list[str]]:
+    """Return the result of `function` here, and every process's if it is a text, in one exchange."""
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = function()
+    except SHARED_ERRORS as error:
+        failure = error
+    kind = next((str(i) for i, kind in enumerate(SHARED_ERRORS) if isinstance(failure, kind)), "")
+    text = result if isinstance(result, str) else ""
+    answers = [answer.split(" ", 1) for answer in exchange(what, f"{kind} {failure or text}")]
+    if failed := [(kind, message, i) for i, (kind, message) in enumerate(answers) if kind]:
+        kind, message, i = min(failed)
+        raise SHARED_ERRORS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
+    return cast(T, result), [answer for _, answer in answers]

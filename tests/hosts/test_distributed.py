@@ -1,0 +1,179 @@
+"""Test how the processes of a run find each other, exchange values, and end."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+from jax._src import clusters
+
+from configs.schema import UserError
+from hosts.distributed import given_processes, local_gpus
+from tests.hosts.processes import finish, start
+
+GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+SRUN = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+SRUN |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+MPIRUN = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2"}
+MPIRUN |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+def test_the_user_s_variables_are_complete_or_refused():
+    assert given_processes(GIVEN) == ("10.0.0.1:1234", 2, 1) and given_processes({}) == (None, None, None)
+    wrong = [{"JAX_PROCESS_ID": "2"}, {"JAX_NUM_PROCESSES": "two"}, {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}]
+    wrong += [{"JAX_COORDINATOR_ADDRESS": "10.0.0.1:99999"}, {"JAX_COORDINATOR_ADDRESS": ""}]
+    for change in wrong:
+        with pytest.raises(UserError, match=next(iter(change.values())) or "JAX_COORDINATOR_ADDRESS"):
+            given_processes(GIVEN | change)
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [(SRUN, ("n1:61445", 2, 1)), (MPIRUN, ("10.96.0.1:62624", 2, 1)), ({"SLURM_JOB_ID": "5"}, (None, None, None))],
+)
+def test_jax_finds_the_processes_of_a_launcher(environ, found, monkeypatch):
+    for name in (*SRUN, *MPIRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, 1)[:3] == found
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "own"),
+    [
+        ({}, 0, None),
+        (SRUN, 8, [0, 1, 2, 3, 4, 5, 6, 7]),  # JAX alone would take one
+        (MPIRUN, 2, [1]),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"}, 8, [3]),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "5"}, 8, [0]),
+        (SRUN | {"JAX_LOCAL_DEVICE_IDS": "1"}, 8, None),
+    ],
+)
+def test_a_task_takes_all_gpus_of_its_machine_or_one(environ, gpus, own):
+    assert local_gpus(environ, gpus) == own
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "says"),
+    [
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 4, "8 tasks of this machine see 4 GPUs"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 8, "2 tasks of this machine see 8 GPUs"),
+        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"}, 8, "2 tasks of this machine see 3 GPUs"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2"}, 4, "SLURM_STEP_TASKS_PER_NODE=4\\(x2"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4, "SLURM_NODEID=1"),
+    ],
+)
+def test_tasks_that_do_not_fit_the_gpus_are_refused(environ, gpus, says):
+    with pytest.raises(UserError, match=says):
+        local_gpus(environ, gpus)
+
+
+PROCESS = """
+import os, sys, time
+import hosts.distributed
+hosts.distributed.HEARTBEAT_SECONDS = 10
+import jax
+from configs.schema import UserError
+from hosts.runtime import run_command, start_jax
+from hosts.stop import Stop
+def main():
+    with Stop() as stop:
+        start_jax()
+        print("joined", flush=True)
+        act, second = sys.argv[1], jax.process_index() == 1
+        if act == "complete":
+            values = [hosts.distributed.exchange("a test", f"{jax.process_index()} {i}") for i in range(3)]
+            print(values[-1], len(jax.devices()))
+            return 0
+        if act == "all mistaken":
+            raise UserError("all have it")
+        if act == "mistaken" and second:
+            raise UserError("this host's disk is gone")
+        if act == "failed" and second:
+            raise ZeroDivisionError("a bug")
+        if act == "alike":
+            raise jax.errors.JaxRuntimeError("INTERNAL: the same on all")
+        if act == "steps":
+            with stop.deferred_signals():
+                for step in range(300):
+                    time.sleep(0.1)
+                    if second and step == 5:
+                        print("step 5", flush=True)
+                    if stop.agreed():
+                        return stop.agreed_code()
+            raise AssertionError("nothing stopped it")
+        while act == "unread" and second:
+            print("an output")
+        if second:
+            time.sleep(60)
+        hosts.distributed.exchange("the end", "")
+run_command(main)
+"""
+LOST = -signal.SIGABRT  # JAX's heartbeat
+
+
+def begin(act: str) -> list[subprocess.Popen]:
+    """Start two processes, and wait until they have joined."""
+    processes = start(["-c", PROCESS, act], ["-c", PROCESS, act])
+    for process in processes:
+        while (line := process.stdout.readline()) != "joined\n":
+            assert line, "it ended"
+    return processes
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("act", "codes", "says"),
+    [
+        ("complete", [0, 0], "['0 2', '1 2'] 2"),
+        ("all mistaken", [2, 2], "error: all have it"),
+        ("mistaken", [42, 2], ""),
+        ("failed", [42, 1], ""),
+        ("alike", [1, 1], "INTERNAL: the same on all"),
+    ],
+)
+def test_processes_end_together_or_one_ends_the_others(act, codes, says):
+    (first, second) = begin(act)
+    outputs = finish([second], codes[1])
+    outputs += [first.communicate(timeout=60)[0]]
+    # JAX's heartbeat, or the exchange that fails, ends the other first.
+    assert first.returncode in ([codes[0], LOST] if codes[0] == 42 else codes), outputs
+    assert all(says in text for text in outputs)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("end", ["killed", "stopped", "interrupted", "unread"])
+def test_a_process_that_ends_alone_ends_the_other(end):
+    processes = begin("unread" if end == "unread" else "wait")
+    if end == "unread":
+        processes[1].stdout.close()  # its reader ends
+    else:
+        signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}
+        processes[1].send_signal(signals[end])
+    output, _ = processes[0].communicate(timeout=60)
+    processes[1].kill()
+    assert processes[0].returncode in (LOST, 42), output
+    assert processes[1].wait() == {"interrupted": 130, "unread": 1}.get(end, -signal.SIGKILL)
+
+
+@pytest.mark.medium
+def test_a_second_ctrl_c_of_one_process_ends_all_with_130():
+    processes = begin("steps")
+    assert processes[1].stdout.readline() == "step 5\n"
+    for _ in range(2):
+        processes[1].send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    finish(processes, 130)
+
+
+@pytest.mark.medium
+def test_processes_find_each_other_in_slurm_s_environment():
+    def srun(index: int, port: int) -> dict[str, str]:
+        step = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+        step |= {"SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "2", "JAX_COORDINATOR_PORT": str(port)}
+        return step | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+
+    command = ["-c", PROCESS, "complete"]
+    for text in finish(start(command, command, variables=srun), 0):
+        assert "['0 2', '1 2'] 2" in text
