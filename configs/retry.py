@@ -57,14 +57,14 @@ def status_of(error: BaseException) -> int | None:
     return next((int(str(status)) for status in kept if str(status).isdigit()), None)
 
 
-def passes(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed later: an error of the disk, the store or the network."""
     chain = causes(error)
     certificate = any(isinstance(cause, ssl.CertificateError) for cause in chain)
-    return not certificate and any(_passes(cause) for cause in chain)
+    return not certificate and any(_is_transient(cause) for cause in chain)
 
 
-def _passes(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     if (status := status_of(error)) is not None:
         return status in (401, 408, 429) or status >= 500  # 401: credentials could not be renewed
     if isinstance(
@@ -80,28 +80,28 @@ def _passes(error: BaseException) -> bool:
     return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
 
 
-def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
+def with_retries(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
     `seconds` (SECONDS) and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
     again = Retrying(
         # A read may take longer than that to fail, and deserves a retry.
         stop=stop_all(stop_after_delay(SECONDS if seconds is None else seconds), stop_after_attempt(3)),
         wait=wait_random_exponential(multiplier=0.5, max=LONGEST),
-        retry=retry_if_exception(passes),
+        retry=retry_if_exception(is_transient),
         before_sleep=lambda state: _say(what, state),
         reraise=True,
     )
     try:
         return again(function)
     except Exception as error:
-        if not passes(error):
+        if not is_transient(error):
             raise
         raise StorageLost(f"{what}: {first_line(error)}") from error
 
 
 def described(error: BaseException) -> str:
     """Return an error in a line that starts with 1 if it may pass, else with 0."""
-    return f"{int(passes(error))} {first_line(error)}"
+    return f"{int(is_transient(error))} {first_line(error)}"
 
 
 def _say(what: str, state: RetryCallState) -> None:
@@ -115,7 +115,7 @@ def first_line(error: BaseException | None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def role(error: Exception) -> str:
+def permission_hint(error: Exception) -> str:
     """Return what to grant, if the store says which permission is missing."""
     if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
         return ""

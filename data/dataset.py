@@ -51,7 +51,7 @@ class Text:
             line += f", of {self.val_documents} document(s): too few for small differences of bits per byte"
         return line
 
-    def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
+    def preview_batch(self, rows: list[tuple[int, int]]) -> dict[str, list]:
         """Return a step's rows (dataset, row of it), and the beginnings of the first ones as text."""
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
@@ -64,7 +64,7 @@ class Text:
     def outlook(self, rows: int, length: int, max_epochs: float) -> str:
         """Return a line on the epochs of each dataset in a run of `rows` rows, and on those that run out. Raise
         UserError if one is read more than `max_epochs` times (0: no limit)."""
-        parts, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
+        parts, never = [], [s.starts for s in self.mixture.stages if s.starts >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
             if taken > 1:
@@ -156,5 +156,5 @@ def absolute(config: DataConfig) -> DataConfig:
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
     stages = split_source(config.source)
-    source = join_source([(begins, [(share, place(name)) for share, name in parts]) for begins, parts in stages])
+    source = join_source([(starts, [(share, place(name)) for share, name in parts]) for starts, parts in stages])
     return replace(config, source=source, tokenizer=place(config.tokenizer))

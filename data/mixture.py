@@ -17,7 +17,7 @@ from configs.schema import UserError
 class Stage(NamedTuple):
     """Shares that apply from a number of tokens on."""
 
-    begins: int
+    starts: int
     """Tokens of the run before the stage."""
     shares: tuple[Fraction, ...]
     """The share of each source, 0 if unused. They sum to 1."""
@@ -33,14 +33,14 @@ class Mixture:
 
     def __init__(self, stages: Sequence[Stage], length: int):
         self.stages = stages
-        self.begins = [-(-stage.begins // length) for stage in stages]
+        self.starts = [-(-stage.starts // length) for stage in stages]
         self.proportions = []  # of each stage, integers in exactly the ratio of the shares
         for _, shares in stages:
             scale = lcm(*(share.denominator for share in shares))
             self.proportions.append([int(share * scale) for share in shares])
         self.before = [(0,) * len(stages[0].shares)]  # rows of each source before each stage
-        for begins, ends, proportions in zip(self.begins, self.begins[1:], self.proportions):
-            counts = _counts(ends - begins, proportions)
+        for starts, ends, proportions in zip(self.starts, self.starts[1:], self.proportions):
+            counts = _counts(ends - starts, proportions)
             self.before.append(tuple(before + count for before, count in zip(self.before[-1], counts)))
 
     def __getitem__(self, row: int) -> tuple[int, int]:
@@ -51,8 +51,8 @@ class Mixture:
 
     def counts(self, rows: int) -> tuple[int, ...]:
         """Return the number of rows of each source in the first `rows` rows."""
-        stage = bisect_right(self.begins, max(rows - 1, 0)) - 1
-        counts = _counts(rows - self.begins[stage], self.proportions[stage])
+        stage = bisect_right(self.starts, max(rows - 1, 0)) - 1
+        counts = _counts(rows - self.starts[stage], self.proportions[stage])
         return tuple(before + count for before, count in zip(self.before[stage], counts))
 
     def row_after(self, source: int, count: int, rows: int) -> int:
@@ -80,19 +80,19 @@ def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """
     stages = []
     for number, written in enumerate(source.split(";from=")):
-        begins, _, rest = written.partition(",") if number else ("", "", written)
+        starts, _, rest = written.partition(",") if number else ("", "", written)
         matched = [re.fullmatch(r"(-?\d*\.?\d+):(.+)", part) for part in rest.split(",")]
         parts = [(match[1], match[2]) for match in matched if match]
         if 0 < len(parts) < len(matched):
             raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
-        stages.append((begins, parts or [("", rest)]))
+        stages.append((starts, parts or [("", rest)]))
     return stages
 
 
 def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
     """Return the text that `split_source` splits."""
     shares = lambda parts: ",".join(f"{share}:{name}" if share else name for share, name in parts)
-    return ";".join(f"from={begins}," * bool(begins) + shares(parts) for begins, parts in stages)
+    return ";".join(f"from={starts}," * bool(starts) + shares(parts) for starts, parts in stages)
 
 
 def read_source(source: str) -> tuple[list[str], list[Stage]]:
@@ -103,13 +103,13 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
         if not condition:
             raise UserError(f"--data.source={source}: {expectation}")
 
-    begins, mixtures = [], []
+    starts, mixtures = [], []
     for written, parts in split_source(source):
-        is_count = begins and re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written)  # 8e9 or 8_000_000_000
-        begins.append(int(min(float(written), 2**63)) if is_count else 0)
+        is_count = starts and re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written)  # 8e9 or 8_000_000_000
+        starts.append(int(min(float(written), 2**63)) if is_count else 0)
         later = "a later stage is `;from=TOKENS,0.7:DIR,0.3:DIR`, in quotes: --data.source='/web;from=8e9,/good'"
-        require(begins == [0] or (0 < begins[-1] < 2**63 and parts[0][1] != ""), later)
-        require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
+        require(starts == [0] or (0 < starts[-1] < 2**63 and parts[0][1] != ""), later)
+        require(starts == sorted(set(starts)), f"the stage from={written} must begin after the one before it")
         shares = {name: Fraction(share or 1) for share, name in parts}
         total = sum(shares.values())
         require(min(shares.values()) > 0, "each dataset of a mixture needs its share, above 0: 0.7:DIR,0.3:DIR")
@@ -118,7 +118,7 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
         mixtures.append({name: share / total for name, share in shares.items()})
     names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
     shares_of = lambda mixture: tuple(mixture.get(name, Fraction(0)) for name in names)
-    return names, [Stage(first, shares_of(mixture)) for first, mixture in zip(begins, mixtures)]
+    return names, [Stage(first, shares_of(mixture)) for first, mixture in zip(starts, mixtures)]
 
 
 def mean_shares(stages: Sequence[Stage]) -> list[float]:

@@ -155,13 +155,13 @@ def plan_rows(
         pieces = 1 + -(-np.maximum(sizes - first, 0) // (length - 1))
     document = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begins = np.where(number == 0, 0, first[document] + (number - 1) * (length - 1))
-    lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - begins)
+    starts_at = np.where(number == 0, 0, first[document] + (number - 1) * (length - 1))
+    lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - starts_at)
     widths = lengths + ((number > 0) | (headless & (document == 0) & (number == 0)))
     rows = FITS[packing](widths, length)
-    order = np.lexsort((begins + starts[document], rows))
+    order = np.lexsort((starts_at + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
-    return Plan(bounds, (starts[document] + begins)[order], lengths[order].astype(np.int32))
+    return Plan(bounds, (starts[document] + starts_at)[order], lengths[order].astype(np.int32))
 
 
 def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:

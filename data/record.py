@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 
 import msgspec
 
-from configs.retry import patiently
+from configs.retry import with_retries
 from configs.schema import UserError
 
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in the names of publishers' held-out files
@@ -67,7 +67,7 @@ def read_record(folder: Path) -> dict:
     """Return the folder's dataset.json. Raise UserError if it cannot be read, or is not from data.prepare."""
     path = folder / "dataset.json"
     try:
-        facts = json.loads(patiently(str(path), path.read_bytes))
+        facts = json.loads(with_retries(str(path), path.read_bytes))
         msgspec.convert(facts, _Begun)
         msgspec.convert(facts, _Complete if facts["complete"] else _WithTokenizer if facts["shards"] else _Begun)
         return facts

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from configs.files import write_whole
-from configs.retry import passes, patiently
+from configs.retry import is_transient, with_retries
 from configs.schema import UserError
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def read_blocks(path: Path) -> Blocks | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        if passes(error):
+        if is_transient(error):
             raise
         raise UserError(
             f"{sidecar} cannot be read ({error}); delete it, and the start reads the complete shard"
@@ -253,7 +253,7 @@ def _from_disk(path: Path, read: Callable[[], T]) -> T:
     """Return the result of `read`, which reads the file. Raise StorageLost if its disk fails for long, and UserError
     for an error that persists."""
     try:
-        return patiently(str(path), read)
+        return with_retries(str(path), read)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -30,7 +30,7 @@ from jaxtyping import Integer
 
 from configs.files import shown_bytes
 from configs.messages import progress
-from configs.retry import CLIENTS, first_line, passes, status_of
+from configs.retry import CLIENTS, first_line, is_transient, status_of
 from configs.schema import UserError
 from data.shards import BLOCK_BYTES, HEADER_BYTES, Blocks, LocalShard, blocks_of, changed, read_blocks, remember
 
@@ -137,7 +137,7 @@ class Store:
             try:
                 answer = ask()
             except Exception as error:
-                if _passes(error):
+                if _is_transient(error):
                     OUTAGE.failed(where, error)
                     time.sleep(random.uniform(0, min(0.1 * 2 ** min(attempt, 9), LONGEST)))
                 elif _is_answer(error):
@@ -287,11 +287,11 @@ Shard = LocalShard | StoredShard
 from its record."""
 
 
-def _passes(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Return whether to repeat a request after this error."""
     # gcsfs' ValueError for any answer with "invalid" in it, such as a proxy's page about its server
     page = isinstance(error, PAGES) or (isinstance(error, ValueError) and str(error).startswith("Bad Request"))
-    return page or (passes(error) and status_of(error) != 401)
+    return page or (is_transient(error) and status_of(error) != 401)
 
 
 def _is_answer(error: Exception) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from configs.files import write_whole
-from configs.retry import StorageLost, patiently
+from configs.retry import StorageLost, with_retries
 from configs.schema import UserError
 
 BOS = "<|bos|>"
@@ -165,7 +165,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     path = Path(os.path.expanduser(name))
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     try:
-        tokenizer = TextTokenizer(patiently(str(path), path.read_bytes).decode())
+        tokenizer = TextTokenizer(with_retries(str(path), path.read_bytes).decode())
         if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
             before, both, after = tokenizer.json.partition(f", {tokenizer._template}]}}")
             plain = before.replace(PROCESSORS, "", 1) + after if both else before.replace(tokenizer._template, "null")

@@ -22,7 +22,7 @@ from configs.schema import BATCH_AXES, BatchConfig, ModelConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
-from training.mesh import batch_devices, parameter_places, spec_of, xla_options
+from training.mesh import batch_devices, parameter_layouts, spec_of, xla_options
 from training.shares import all_gather_data, on_each_device
 from training.state import split_model
 
@@ -85,7 +85,7 @@ def on_mesh(
     Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
     """
     graphdef, _ = split_model(config, dtype)
-    places = parameter_places(config, mesh)
+    places = parameter_layouts(config, mesh)
 
     def for_one_device(params: dict, *arrays: Any) -> Any:
         return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)

@@ -21,7 +21,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.files import shown_bytes
-from configs.retry import first_line, passes, patiently, role
+from configs.retry import first_line, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import versions
@@ -81,7 +81,7 @@ def problems_here(config: Config) -> list[str]:
     problems = [lacks] * bool(lacks)
     shared = config.run_dir
     if shared.startswith("gs://"):
-        return problems + on_first_process(lambda: patiently(shared, lambda: refusals(epath.Path(shared))))
+        return problems + on_first_process(lambda: with_retries(shared, lambda: refusals(epath.Path(shared))))
     folder, until = Path(shared).absolute(), time.monotonic() + VISIBLE_SECONDS
     made = on_first_process(folder.is_dir)
     while made and not folder.is_dir():
@@ -106,9 +106,9 @@ def refusals(bucket: epath.Path) -> list[str]:
             probe.write_text(text)
         probe.unlink()
     except Exception as error:
-        if passes(error):
+        if is_transient(error):
             raise
-        return [f"cannot write to {bucket}: {first_line(error)}{role(error)}"]
+        return [f"cannot write to {bucket}: {first_line(error)}{permission_hint(error)}"]
     return []
 
 

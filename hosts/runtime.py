@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 from configs.command_line import Exit
 from configs.files import cache_dir
 from configs.messages import ignore_output_errors, repair_streams, show_messages
-from configs.retry import PASSING, StorageLost, first_line, passes
+from configs.retry import PASSING, StorageLost, first_line, is_transient
 from configs.schema import UserError
 from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here, join
 from hosts.machines import GPU_FRACTION
-from training.mesh import axes_between, islands, sizes_of
+from training.mesh import axes_between, device_groups, sizes_of
 
 MINUTE = 60  # seconds in which another process may still write a compiled program
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
@@ -97,7 +97,7 @@ def report(error: BaseException) -> int:
         print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
         return Exit.FAILED
     traceback.print_exception(error)
-    return Exit.PEER_LOST if passes(error) else Exit.FAILED  # some reads and writes have no retries of their own
+    return Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
 
 
 def _nobody_reads() -> bool:
@@ -160,7 +160,7 @@ def remove_empty_programs(folder: Path) -> None:
 
 def describe_processes(mesh: Mesh) -> str:
     """Return a line with the processes, devices, slices, and the mesh over them."""
-    groups = islands(list(mesh.devices.flat))
+    groups = device_groups(list(mesh.devices.flat))
     between = axes_between(mesh)
     axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in sizes_of(mesh).items())
     device, here = mesh.devices.flat[0], len(mesh.local_devices)

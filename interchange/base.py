@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs.files import cache_dir
-from configs.retry import patiently
+from configs.retry import with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
@@ -48,7 +48,7 @@ def begun_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
-    if not patiently(config.run_dir, lambda: finished_steps(checkpoint_folder(config))):
+    if not with_retries(config.run_dir, lambda: finished_steps(checkpoint_folder(config))):
         return None
     begun = record_of(config.run_dir)[1]
     if begun.init_from != config.init_from:

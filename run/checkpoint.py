@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, Bool, UInt32
 
-from configs.retry import StorageLost, causes, first_line, passes, patiently, role
+from configs.retry import StorageLost, causes, first_line, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.record import in_bucket, reading, storage_path
@@ -75,7 +75,7 @@ class Checkpoints:
         self.folder = storage_path(run_dir) / "checkpoints"
         find = lambda: finished_steps(self.folder)
         with reading(f"the checkpoints in {run_dir}"):
-            self.steps: list[int] = on_first_process(lambda: patiently(str(self.folder), find))
+            self.steps: list[int] = on_first_process(lambda: with_retries(str(self.folder), find))
         """Steps of the complete checkpoints, in order; the same on every process."""
 
     @property
@@ -146,7 +146,7 @@ class Checkpoints:
                     raise Damaged("facts/metadata differs from what was saved")
             return facts
 
-        return on_first_process(lambda: patiently(f"checkpoint {step}", read))
+        return on_first_process(lambda: with_retries(f"checkpoint {step}", read))
 
     def _read(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of a checkpoint's items. Each process reads its own parts, for as long as its disk or store
@@ -156,7 +156,7 @@ class Checkpoints:
             with _damage(self.folder / str(step)):
                 return {name: read_arrays(self.folder / str(step) / name, of) for name, of in items.items()}
 
-        return on_every_process(f"checkpoint {step}", lambda: patiently(f"checkpoint {step}", read))
+        return on_every_process(f"checkpoint {step}", lambda: with_retries(f"checkpoint {step}", read))
 
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """Raise UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
@@ -227,10 +227,10 @@ def _damage(checkpoint: epath.Path) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        if passes(error) or isinstance(error, PermissionError):
+        if is_transient(error) or isinstance(error, PermissionError):
             raise
         if FORBIDDEN.search(str(error)):
-            raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
+            raise UserError(f"a checkpoint may not be read: {first_line(error)}{permission_hint(error)}") from error
         if not is_there(checkpoint / COMMITTED if in_bucket(checkpoint) else checkpoint):
             raise StorageLost(f"{checkpoint} was deleted while it was read") from error
         raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's message names no array
@@ -252,7 +252,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
-    """Return the shape in which a mesh stores an array (`training.layout.Place`)."""
+    """Return the shape in which a mesh stores an array (`training.layout.ShardLayout`)."""
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     axes = [(names,) if isinstance(names, str) else names or () for names in spec]
     return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

@@ -39,7 +39,7 @@ from run.programs import TrainSteps, compile_train_steps, describe
 from run.record import Events, upload
 from training.build import Build, build
 from training.memory import SMALLER, line, program_bytes, row_counts, stored_bytes
-from training.mesh import islands
+from training.mesh import device_groups
 
 COMPILATIONS = 3
 CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
@@ -198,7 +198,7 @@ def levels_of(asked: Config, inside: int) -> list[Choice]:
 
 def topology_of(devices: Sequence[Any]) -> Topology:
     """Return the topology of devices that are here. Its kind is the platform's name if no machine is described."""
-    machine, groups = machine_of(devices[0].device_kind), islands(devices)
+    machine, groups = machine_of(devices[0].device_kind), device_groups(devices)
     shape = [len(groups[0])]
     if machine and not machine.gpu:
         shape = [len({*along}) for along in zip(*(device.coords for device in groups[0]))][: machine.directions // 2]

@@ -21,7 +21,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from configs.command_line import config_from_json
 from configs.files import write_whole
 from configs.messages import LOGGER
-from configs.retry import patiently
+from configs.retry import with_retries
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process
@@ -37,7 +37,7 @@ from run.record import (
     saved_up_to,
     storage_path,
 )
-from training.mesh import islands
+from training.mesh import device_groups
 
 T = TypeVar("T")
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
@@ -161,7 +161,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
 def _writing(run_dir: str | Path, function: Callable[[], T]) -> T:
     """Return the result of `function`, for as long as the disk or store needs. Raise UserError if it refuses."""
     try:
-        return patiently(str(run_dir), function)
+        return with_retries(str(run_dir), function)
     except OSError as error:
         raise UserError(f"--run_dir={run_dir} cannot be written: {error}") from error
 
@@ -294,7 +294,7 @@ def write_record(record: Path, config: Config, fingerprint: str, changes: list[l
             "kind": devices[0].device_kind,
             "count": len(devices),
             "processes": jax.process_count(),
-            "slices": len(islands(devices)),
+            "slices": len(device_groups(devices)),
         },
         "changes": changes,
     }

@@ -169,7 +169,7 @@ class MetricsLog:
         factor = self.config.stability.spike_factor
         if not factor or not loss > factor * usual:
             return
-        rows = self.text.seen(self.batches.row_numbers(step - 1 - self.start.step))
+        rows = self.text.preview_batch(self.batches.row_numbers(step - 1 - self.start.step))
         spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
         LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step - 1}")
         self.write(step, {"spike": {"loss": loss, "median": usual, **rows}})

@@ -28,7 +28,7 @@ import fsspec.config
 from etils import epath
 
 from configs.files import append_whole
-from configs.retry import StorageLost, first_line, passes, patiently, role
+from configs.retry import StorageLost, first_line, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 
 
@@ -147,9 +147,9 @@ def reading(what: str) -> Iterator[None]:
     except (UserError, StorageLost):
         raise
     except Exception as error:
-        if passes(error):
+        if is_transient(error):
             raise
-        raise UserError(f"{what} cannot be read: {first_line(error)}{role(error)}") from error
+        raise UserError(f"{what} cannot be read: {first_line(error)}{permission_hint(error)}") from error
 
 
 UPLOADED: dict[Path, tuple[int, int]] = {}
@@ -189,7 +189,7 @@ def fetch_locally(folder: str | Path) -> Path:
     if not in_bucket(folder):
         return local
     with reading(str(folder)):
-        patiently(str(folder), lambda: _fetch(source, local))
+        with_retries(str(folder), lambda: _fetch(source, local))
     if not (local / "config.json").exists() and not any(local.glob("*.safetensors")):
         raise UserError(f"{folder} holds no run (no config.json) and no network (no *.safetensors)")
     return local

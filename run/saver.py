@@ -25,7 +25,7 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs import retry
 from configs.messages import LOGGER
-from configs.retry import StorageLost, described, first_line, patiently, role
+from configs.retry import StorageLost, described, first_line, permission_hint, with_retries
 from configs.schema import CheckpointConfig, UserError
 from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
 from hosts.runtime import TrainingAborted, versions
@@ -67,11 +67,13 @@ class Saver(Checkpoints):
         self.config, self.run_dir = config, run_dir
         self.folder = storage_path(run_dir) / "checkpoints"
         try:
-            on_first_process(lambda: patiently(str(self.folder), self._clear))
+            on_first_process(lambda: with_retries(str(self.folder), self._clear))
         except (UserError, StorageLost):
             raise
         except Exception as error:  # from the disk or the store
-            raise UserError(f"checkpoints cannot be kept in {run_dir}: {first_line(error)}{role(error)}") from error
+            raise UserError(
+                f"checkpoints cannot be kept in {run_dir}: {first_line(error)}{permission_hint(error)}"
+            ) from error
         super().__init__(run_dir)
         self.pending: Saving | None = None
         """The save in progress."""
@@ -237,7 +239,7 @@ class Saver(Checkpoints):
         newer = [other for other in self.steps if other > step]
         self.steps = [other for other in self.steps if other <= step]
         move = lambda: [self._move_aside(self.folder / str(other), "newer-checkpoints") for other in newer]
-        on_first_process(lambda: patiently(str(self.folder), move))
+        on_first_process(lambda: with_retries(str(self.folder), move))
         if newer:
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from configs.files import cache_dir
 from configs.messages import LOGGER
-from configs.retry import patiently
+from configs.retry import with_retries
 from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
@@ -53,7 +53,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
     if the text, the prompts, or the network in `init_from` do not fit the run."""
     built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    begun = partial(patiently, config.run_dir, lambda: finished_steps(checkpoint_folder(config)))
+    begun = partial(with_retries, config.run_dir, lambda: finished_steps(checkpoint_folder(config)))
     starts_from = config.init_from and not on_first_process(begun)
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
@@ -92,7 +92,7 @@ def open_folder(
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
     status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, status.saved)))
+    on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
         return status, open_checkpoints(config, resume_step)

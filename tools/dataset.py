@@ -122,8 +122,8 @@ def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
             text = document_text(row, slice(start, stop), tokenizer)
             shown = repr(text) if len(text) <= 100 else f"{text[:60]!r} ... {text[-40:]!r}"
             count = np.count_nonzero(row["weights"][start:stop])
-            begins = "" if row["inputs"][start] == tokenizer.bos else "continues: "
-            lines.append(f"  {start:6}..{stop - 1:<6} {count:6} targets  {begins}{shown}")
+            prefix = "" if row["inputs"][start] == tokenizer.bos else "continues: "
+            lines.append(f"  {start:6}..{stop - 1:<6} {count:6} targets  {prefix}{shown}")
     padding = len(row["inputs"]) - filled
     return "\n".join(lines + ([f"  {padding} positions of padding"] if padding else []))
 

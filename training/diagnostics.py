@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ModelConfig
-from training.mesh import parameter_places
+from training.mesh import parameter_layouts
 from training.muon import MuonState
 from training.optimizer import AdamState, parameter_groups
 from training.state import TrainState
@@ -52,15 +52,15 @@ class Leaves(NamedTuple):
 
 def make_measure(config: ModelConfig, mesh: Mesh) -> Measure:
     """Return `measure` for `training.step.make_train_step`, for this network on this mesh."""
-    places = parameter_places(config, mesh)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
-    stored = jax.tree.leaves(places)
+    layouts = parameter_layouts(config, mesh)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(layouts)]
+    stored = jax.tree.leaves(layouts)
     leaves = Leaves(
         groups=jax.tree.leaves(parameter_groups(config)),
         blocks=[str(path[1].key) if path[0].key == "blocks" else "" for path in paths],
-        sizes=np.array([float(prod(place.shape)) for place in stored]),
-        divided=np.array(["fsdp" in place.axes for place in stored]),
-        copied=np.array(["tensor" not in place.axes for place in stored]),
+        sizes=np.array([float(prod(layout.shape)) for layout in stored]),
+        divided=np.array(["fsdp" in layout.axes for layout in stored]),
+        copied=np.array(["tensor" not in layout.axes for layout in stored]),
     )
     return partial(measure, leaves)
 

@@ -66,7 +66,7 @@ def data_parts(data: int, across: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardLayout:
     """Storage of a parameter, or of its moment, on a mesh: divided over every axis, with zeros as padding at the end of
     a dimension that the axes do not divide."""
 
@@ -84,7 +84,7 @@ class Place:
         return next(i for i, names in enumerate(self.spec) if axis in names)
 
 
-def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> Place:
+def shard_layout(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> ShardLayout:
     """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
 
     Every axis of `DATA_AXES` divides one dimension. The least padded way is taken; padding below 1% counts as none.
@@ -92,18 +92,18 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
     dimension. Single numbers are replicated.
     """
     if not shape:
-        return Place((), (), (), ())
+        return ShardLayout((), (), (), ())
 
-    def way(dimensions: tuple[int, ...]) -> Place:
+    def way(dimensions: tuple[int, ...]) -> ShardLayout:
         names = [
             ((axis,) if axis else ())
             + tuple(name for name, at in zip((*DATA_AXES[1:], DATA_AXES[0]), dimensions) if at == i)
             for i, axis in enumerate(axes)
         ]
         stored = tuple(padded(size, prod(sizes[name] for name in divided)) for size, divided in zip(shape, names))
-        return Place(shape, axes, stored, tuple(names))
+        return ShardLayout(shape, axes, stored, tuple(names))
 
-    def cost(candidate: Place) -> tuple[float, int, int, int, int]:
+    def cost(candidate: ShardLayout) -> tuple[float, int, int, int, int]:
         shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
         along = [candidate.dimension(axis) for axis in DATA_AXES if sizes[axis] > 1]
         # Padding moves the borders between devices along an axis that divides the dimension, too.
@@ -123,8 +123,8 @@ def padded(size: int, divisor: int) -> int:
 
 
 def inside(shape: tuple[int, int, int], size: int) -> tuple[int, int, int]:
-    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside an island of `size` devices: `tensor` as far as
-    it fits, then `fsdp`; `data` takes the rest, and crosses islands."""
+    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside a group of `size` devices: `tensor` as far as
+    it fits, then `fsdp`; `data` takes the rest, and crosses device groups."""
     _, fsdp, tensor = shape
     tensor_inside = gcd(tensor, size)
     fsdp_inside = gcd(fsdp, size // tensor_inside)

@@ -8,7 +8,7 @@ import jax
 
 from training.build import Build
 from training.layout import step_shape
-from training.mesh import batch_devices, parameter_places, sizes_of
+from training.mesh import batch_devices, parameter_layouts, sizes_of
 
 SMALLER = {"model.loss_chunks": 8, "model.remat": "block"}
 """Options that take less memory and more time."""
@@ -22,8 +22,8 @@ def device_bytes(tree: Any) -> int:
 def stored_bytes(built: Build) -> dict[str, int]:
     """Return the bytes on a device that follow from shapes alone, by part, while a run trains."""
     state, mesh, batch = built.abstract_state, built.mesh, device_bytes(built.abstract_batch())
-    places = jax.tree.leaves(parameter_places(built.config.model, mesh))
-    summed = sum(prod(p.shape) // prod(mesh.shape[axis] for axis in p.axes if axis) for p in places)
+    layouts = jax.tree.leaves(parameter_layouts(built.config.model, mesh))
+    summed = sum(prod(p.shape) // prod(mesh.shape[axis] for axis in p.axes if axis) for p in layouts)
     return {
         "parameters": device_bytes(state.params),
         "moments": device_bytes(state.opt_state),

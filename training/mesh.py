@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, ModelConfig, UserError
 from model.gpt import map_parameters
-from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
+from training.layout import AXES, ShardLayout, data_parts, inside, mesh_shape, shard_layout, step_shape
 
 ROWS = PartitionSpec(None, BATCH_AXES)
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
@@ -36,7 +36,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     fit."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices), f"{len(devices)} {devices[0].platform} device(s) here")
-    groups = islands(devices)
+    groups = device_groups(devices)
     if len(groups) == 1:
         across, ordered = 1, jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices).devices
     else:
@@ -50,7 +50,7 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
     return {"data": prod(mesh.shape[axis] for axis in DATA_AXES)} | {axis: mesh.shape[axis] for axis in AXES[1:]}
 
 
-def islands(devices: Sequence[Any]) -> list[list[Any]]:
+def device_groups(devices: Sequence[Any]) -> list[list[Any]]:
     """Return the devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or
     NVLink domains; by process on CPUs, which have none, and for GPUs described without hardware, whose `slice_index` is
     0 on every node. Described TPUs of one slice have none either, and are one group."""
@@ -66,13 +66,13 @@ def islands(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Return the devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as
-    it fits, then `fsdp`; `data` takes the rest, and crosses islands. Raise UserError if islands differ in size."""
+    """Return the devices of several groups as an array [data, fsdp, tensor] of `shape`: `tensor` inside a group as far
+    as it fits, then `fsdp`; `data` takes the rest, and crosses groups. Raise UserError if groups differ in size."""
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
         raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh needs equal numbers")
     within = inside(shape, sizes.pop())
-    # Numbered as create_hybrid_device_mesh expects them, whatever identified the islands.
+    # Numbered as create_hybrid_device_mesh expects them, whatever identified the groups.
     by_process = len({getattr(group[0], "slice_index", None) for group in groups}) == 1
     return mesh_utils.create_hybrid_device_mesh(
         within,
@@ -89,24 +89,25 @@ def batch_devices(mesh: Mesh) -> int:
 
 
 def axes_between(mesh: Mesh) -> list[str]:
-    """Return the axes along which neighbours are in different islands, with slower links."""
-    groups = islands(list(mesh.devices.flat))
-    island = {device: i for i, group in enumerate(groups) for device in group}
-    index = np.vectorize(island.__getitem__, otypes=[int])(mesh.devices)
+    """Return the axes along which neighbours are in different device groups, with slower links."""
+    groups = device_groups(list(mesh.devices.flat))
+    group_of = {device: i for i, group in enumerate(groups) for device in group}
+    index = np.vectorize(group_of.__getitem__, otypes=[int])(mesh.devices)
     index = index.reshape(list(sizes_of(mesh).values()))
     return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
 
 
 def note_on_slow_links(mesh: Mesh) -> str:
-    """Return a line if `fsdp` or `tensor` cross islands, otherwise an empty one."""
+    """Return a line if `fsdp` or `tensor` cross device groups, otherwise an empty one."""
     slow = " and ".join(axis for axis in axes_between(mesh) if axis != "data")
     if not slow:
         return ""
-    inner, island = mesh.shape["fsdp"] * mesh.shape["tensor"], mesh.size // len(islands(list(mesh.devices.flat)))
+    inner = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    group_size = mesh.size // len(device_groups(list(mesh.devices.flat)))
     return (
-        f"note: fsdp x tensor = {inner} do not fit the {island} device(s) of a slice, node or process, so slower links "
-        f"carry what crosses {slow} in each micro-batch (tools.plan prints the bytes); with fsdp x tensor that divide "
-        f"{island}, only data crosses them, once a step"
+        f"note: fsdp x tensor = {inner} do not fit the {group_size} device(s) of a slice, node or process, so slower "
+        f"links carry what crosses {slow} in each micro-batch (tools.plan prints the bytes); with fsdp x tensor that "
+        f"divide {group_size}, only data crosses them, once a step"
     )
 
 
@@ -134,12 +135,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
-def parameter_places(config: ModelConfig, mesh: Mesh) -> dict:
-    """Return a tree like the parameters', with each one's storage on the mesh (`training.layout.Place`)."""
-    return map_parameters(lambda param: place(param.shape, param.get_metadata("axes"), mesh.shape), config)
+def parameter_layouts(config: ModelConfig, mesh: Mesh) -> dict:
+    """Return a tree like the parameters', with each one's storage on the mesh (`training.layout.ShardLayout`)."""
+    return map_parameters(lambda param: shard_layout(param.shape, param.get_metadata("axes"), mesh.shape), config)
 
 
-def spec_of(stored: Place) -> PartitionSpec:
+def spec_of(stored: ShardLayout) -> PartitionSpec:
     """Return the axes of the mesh that divide each dimension, for JAX."""
     return PartitionSpec(*stored.spec)
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
 from configs.schema import DATA_AXES, MuonConfig, ScheduleConfig
-from training.layout import Place
+from training.layout import ShardLayout
 from training.mesh import resized, spec_of
 from training.schedule import Schedule
 from training.shares import joined, parted
@@ -49,10 +49,15 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    config: MuonConfig, course: ScheduleConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
+    config: MuonConfig,
+    course: ScheduleConfig,
+    rate: Schedule,
+    steps: int | float,
+    layouts: Sequence[ShardLayout],
+    mesh: Mesh,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation of a tree of matrices, rate and decay included. The momentum follows the `course` of
-    `rate`. The devices of `mesh` share the work; `places` describes how it stores the leaves, padding included. `init`
+    `rate`. The devices of `mesh` share the work; `layouts` describes how it stores the leaves, padding included. `init`
     takes matrices without padding."""
 
     def init(params: optax.Params) -> MuonState:
@@ -66,8 +71,8 @@ def muon(
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        stored = structure.unflatten(places)
-        directions = structure.unflatten(orthogonalise_all(leaves, places, mesh))
+        stored = structure.unflatten(layouts)
+        directions = structure.unflatten(orthogonalise_all(leaves, layouts, mesh))
         nu = jax.tree.map(
             lambda n, d, p: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, p.shape), n.shape),
             *(state.nu, directions, stored),
@@ -75,10 +80,10 @@ def muon(
         decay = config.weight_decay * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
         now = rate(step)
 
-        def move(direction: Array, second: Array, param: Array, place: Place) -> Array:
+        def move(direction: Array, second: Array, param: Array, layout: ShardLayout) -> Array:
             direction = evened_out(direction, second)
             agree = direction * param >= 0
-            matrix_rate = now * max(1.0, place.shape[1] / place.shape[0]) ** 0.5
+            matrix_rate = now * max(1.0, layout.shape[1] / layout.shape[0]) ** 0.5
             return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
         return jax.tree.map(move, directions, nu, params, stored), MuonState(mu, nu)
@@ -100,24 +105,24 @@ def momentum_at(
 
 
 def orthogonalise_all(
-    matrices: list[Float[Array, "..."]], places: Sequence[Place], mesh: Mesh
+    matrices: list[Float[Array, "..."]], layouts: Sequence[ShardLayout], mesh: Mesh
 ) -> list[Float[Array, "..."]]:
     """Return an approximation of each matrix's nearest orthogonal one. Tall matrices are transposed. Those stored alike
     then make a stack, so stacking sends nothing, and all devices share the stack."""
     stacks: dict[tuple, list[int]] = defaultdict(list)
-    turn = [slice(None, None, -1 if place.shape[0] > place.shape[1] else 1) for place in places]
-    for i, (place, turned) in enumerate(zip(places, turn)):
+    turn = [slice(None, None, -1 if layout.shape[0] > layout.shape[1] else 1) for layout in layouts]
+    for i, (layout, turned) in enumerate(zip(layouts, turn)):
         # Axes of one device divide nothing, and separate no stacks.
-        spec = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in place.spec[turned])
-        stacks[place.shape[turned], place.stored[turned], spec].append(i)
+        spec = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in layout.spec[turned])
+        stacks[layout.shape[turned], layout.stored[turned], spec].append(i)
     results: list[Any] = [None] * len(matrices)
     for (shape, stored, spec), indices in stacks.items():
-        equal = [_equal_outputs(matrices[i], places[i].shape) for i in indices]
+        equal = [_equal_outputs(matrices[i], layouts[i].shape) for i in indices]
         stack = jnp.stack([matrix.T if turn[i].step < 0 else matrix for i, matrix in zip(indices, equal)])
         if mesh.size > 1:
             stack = jnp.pad(stack, ((0, -len(indices) % mesh.size), (0, 0), (0, 0)))
-            oriented = Place((0, *shape), (None,) * 3, (0, *stored), ((), *spec))
-            dealt = partial(orthogonalise_dealt, place=oriented, mesh=mesh)
+            oriented = ShardLayout((0, *shape), (None,) * 3, (0, *stored), ((), *spec))
+            dealt = partial(orthogonalise_dealt, layout=oriented, mesh=mesh)
             specs = spec_of(oriented)
             stack = jax.shard_map(dealt, mesh=mesh, in_specs=specs, out_specs=specs)(stack)
         else:
@@ -128,7 +133,7 @@ def orthogonalise_all(
 
 
 def orthogonalise_dealt(
-    x: Float[Array, "count short_share long_share"], place: Place, mesh: Mesh
+    x: Float[Array, "count short_share long_share"], layout: ShardLayout, mesh: Mesh
 ) -> Float[Array, "count short_share long_share"]:
     """Orthogonalise, on one device: turn its shares of all matrices into some complete ones, orthogonalise these
     without padding, and turn them back into shares.
@@ -136,11 +141,11 @@ def orthogonalise_dealt(
     One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
     it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
     """
-    order = ("fsdp", "tensor", *DATA_AXES[1:], DATA_AXES[0])  # as in `training.layout.place`
-    named = {axis for names in place.spec for axis in names}
+    order = ("fsdp", "tensor", *DATA_AXES[1:], DATA_AXES[0])  # as in `training.layout.layout`
+    named = {axis for names in layout.spec for axis in names}
     divided = tuple(axis for axis in order if axis in named)
     undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]
-    factors = [(mesh.shape[axis], place.dimension(axis) - 1) for axis in divided]
+    factors = [(mesh.shape[axis], layout.dimension(axis) - 1) for axis in divided]
     if divided:
         parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)
         parts = parts.reshape(jax.lax.axis_size(divided), -1, *x.shape[1:])
@@ -148,7 +153,7 @@ def orthogonalise_dealt(
     for axis in undivided:
         size = x.shape[0] // jax.lax.axis_size(axis)
         x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
-    x = resized(orthogonalise(resized(x, (len(x), *place.shape[1:]))), (len(x), *place.stored[1:]))
+    x = resized(orthogonalise(resized(x, (len(x), *layout.shape[1:]))), (len(x), *layout.stored[1:]))
     for axis in reversed(undivided):
         x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
     if divided:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Num
 
 from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError, X0LambdasConfig
 from model.gpt import map_parameters
-from training.mesh import make_mesh, parameter_places
+from training.mesh import make_mesh, parameter_layouts
 from training.muon import muon
 from training.schedule import Schedule, make_schedule
 
@@ -116,7 +116,7 @@ def make_optimizer(
     present = sorted(set(jax.tree.leaves(groups)))
     peaks = peak_rates(config, model.width)
     mesh = mesh or make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    places = jax.tree.leaves(parameter_places(model, mesh))
+    layouts = jax.tree.leaves(parameter_layouts(model, mesh))
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
@@ -126,7 +126,7 @@ def make_optimizer(
         schedule = make_schedule(course, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
-            mine = [place for place, group in zip(places, jax.tree.leaves(groups)) if group == name]
+            mine = [layout for layout, group in zip(layouts, jax.tree.leaves(groups)) if group == name]
             return muon(options, course, rate, steps, mine, mesh), rate
         adam = scale_by_adam(options.beta1, options.beta2, options.eps)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from configs.schema import DATA_AXES
 from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
-from training.layout import Place
+from training.layout import ShardLayout
 
 ACROSS, WITHIN = DATA_AXES[0], DATA_AXES[1:]
 
@@ -33,62 +33,62 @@ def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: A
     return jax.shard_map(with_precision, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
+def all_gather_data(params: dict, layouts: dict, dtype: jnp.dtype) -> dict:
     """Return, for one device, the parameters in the compute type, all-gathered over `data`. `fsdp` and `tensor` still
     divide them, without padding."""
 
-    def gathered(share: Array, place: Place) -> Array:
+    def gathered(share: Array, layout: ShardLayout) -> Array:
         # Single numbers keep their type: they cost nothing, and multiply large arrays.
         share = share if share.ndim == 1 else share.astype(dtype)
         if not in_shard_map():
             return share
         # First between slices or nodes: their slow links then carry only each device's share.
         if jax.lax.axis_size(ACROSS) > 1:
-            share = jax.lax.all_gather(share, ACROSS, axis=place.dimension(ACROSS), tiled=True)
+            share = jax.lax.all_gather(share, ACROSS, axis=layout.dimension(ACROSS), tiled=True)
         if jax.lax.axis_size(WITHIN) > 1:
-            share = joined(jax.lax.all_gather(share, WITHIN), factors_within(place))
-        for axis, dimension, start, size in padded_dimensions(place):
+            share = joined(jax.lax.all_gather(share, WITHIN), factors_within(layout))
+        for axis, dimension, start, size in padded_dimensions(layout):
             if axis:
                 share = jax.lax.all_gather(share, axis, axis=dimension, tiled=True)
             share = jax.lax.dynamic_slice_in_dim(share, start, size, dimension)
         # Marked here, outside the scan: otherwise every micro-batch would end with a psum of the gradient.
-        return mark_varying(share, replicated_axes(place))
+        return mark_varying(share, replicated_axes(layout))
 
-    return jax.tree.map(gathered, params, places)
+    return jax.tree.map(gathered, params, layouts)
 
 
-def reduce_scatter_data(gradients: dict, places: dict) -> dict:
+def reduce_scatter_data(gradients: dict, layouts: dict) -> dict:
     """Return, for one device, the gradients padded as their parameters and reduce-scattered over `data`. Sum over
     `fsdp`, too, if it does not divide a parameter."""
 
-    def scattered(gradient: Array, place: Place) -> Array:
+    def scattered(gradient: Array, layout: ShardLayout) -> Array:
         if not in_shard_map():
             return gradient
-        for axis, dimension, start, size in padded_dimensions(place):
-            widths = [(0, place.stored[dimension] - size if i == dimension else 0) for i in range(gradient.ndim)]
+        for axis, dimension, start, size in padded_dimensions(layout):
+            widths = [(0, layout.stored[dimension] - size if i == dimension else 0) for i in range(gradient.ndim)]
             gradient = jnp.pad(gradient, widths)
             if axis:
                 gradient = psum_scatter(jnp.roll(gradient, start, dimension), axis, dimension)
         if jax.lax.axis_size(WITHIN) > 1:
-            gradient = psum_scatter(parted(gradient, factors_within(place)), WITHIN, 0)[0]
+            gradient = psum_scatter(parted(gradient, factors_within(layout)), WITHIN, 0)[0]
         if jax.lax.axis_size(ACROSS) > 1:
-            gradient = psum_scatter(gradient, ACROSS, place.dimension(ACROSS))
-        return psum(gradient, replicated_axes(place))
+            gradient = psum_scatter(gradient, ACROSS, layout.dimension(ACROSS))
+        return psum(gradient, replicated_axes(layout))
 
-    return jax.tree.map(scattered, gradients, places)
+    return jax.tree.map(scattered, gradients, layouts)
 
 
-def factors_within(place: Place) -> list[tuple[int, int]]:
+def factors_within(layout: ShardLayout) -> list[tuple[int, int]]:
     """Return, for one device, the sizes of the axes of `data` inside a slice or node, and the dimension that each
     divides."""
-    return [(jax.lax.axis_size(axis), place.dimension(axis)) for axis in WITHIN]
+    return [(jax.lax.axis_size(axis), layout.dimension(axis)) for axis in WITHIN]
 
 
-def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | int, int]]:
+def padded_dimensions(layout: ShardLayout) -> Iterator[tuple[str | None, int, Array | int, int]]:
     """Yield, for one device and each padded dimension: the axis over which the network divides it, if it has more than
     one device; the dimension; the start of this device's part of the parameter in it; and its size. Padding moves the
     borders between devices along that axis, so the complete dimension is gathered to find them."""
-    for dimension, (axis, size, stored) in enumerate(zip(place.axes, place.shape, place.stored)):
+    for dimension, (axis, size, stored) in enumerate(zip(layout.axes, layout.shape, layout.stored)):
         if size == stored:
             continue
         if axis is None or jax.lax.axis_size(axis) == 1:
@@ -98,9 +98,9 @@ def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | i
             yield axis, dimension, part * jax.lax.axis_index(axis), part
 
 
-def replicated_axes(place: Place) -> tuple[str, ...]:
+def replicated_axes(layout: ShardLayout) -> tuple[str, ...]:
     """Return the axes that divide the rows of a batch, but replicate this parameter."""
-    return () if "fsdp" in place.axes else ("fsdp",)
+    return () if "fsdp" in layout.axes else ("fsdp",)
 
 
 def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
@@ -127,4 +127,4 @@ def parted(array: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Fl
 def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
     """Return the factors and, after them, the dimensions of a share, in the array's order."""
     along = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
-    return [place for i in range(rank) for place in (*along(i), len(factors) + i)]
+    return [layout for i in range(rank) for layout in (*along(i), len(factors) + i)]

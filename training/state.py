@@ -17,8 +17,8 @@ from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
-from training.layout import Place, place
-from training.mesh import parameter_places, resized, spec_of
+from training.layout import ShardLayout, shard_layout
+from training.mesh import parameter_layouts, resized, spec_of
 from training.optimizer import path_name
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Steps so far, skipped ones included: the number of the next batch and of its learning rates."""
     params: dict
-    """Float32 parameters, a tree of arrays, padded with zeros for the mesh (`training.layout.Place`)."""
+    """Float32 parameters, a tree of arrays, padded with zeros for the mesh (`training.layout.ShardLayout`)."""
     opt_state: optax.OptState
     """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]
@@ -57,10 +57,10 @@ def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
     """Return the stored shapes, types and shardings of the float32 parameters."""
-    return jax.tree.map(partial(_abstract, jnp.dtype("float32"), mesh), parameter_places(config, mesh))
+    return jax.tree.map(partial(_abstract, jnp.dtype("float32"), mesh), parameter_layouts(config, mesh))
 
 
-def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: Place) -> jax.ShapeDtypeStruct:
+def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: ShardLayout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stored.stored, dtype, sharding=NamedSharding(mesh, spec_of(stored)))
 
 
@@ -70,15 +70,15 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
     A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
     replicated.
     """
-    places = jax.tree_util.tree_leaves_with_path(parameter_places(config, mesh))
-    axes = {_keys(path): place.axes for path, place in places}
+    layouts = jax.tree_util.tree_leaves_with_path(parameter_layouts(config, mesh))
+    axes = {_keys(path): layout.axes for path, layout in layouts}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # The path of a moment ends with its parameter's.
         divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
         divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
-        return _abstract(leaf.dtype, mesh, place(leaf.shape, divided, mesh.shape))
+        return _abstract(leaf.dtype, mesh, shard_layout(leaf.shape, divided, mesh.shape))
 
     params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), config)
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)

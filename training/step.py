@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Key
 from configs.schema import BATCH_AXES, DATA_AXES, ModelConfig
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
-from training.mesh import ROWS, parameter_places, spec_of, xla_options
+from training.mesh import ROWS, parameter_layouts, spec_of, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
 from training.shares import all_gather_data, on_each_device, reduce_scatter_data
@@ -91,13 +91,13 @@ EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 
 
 def gradient_sums(
-    params: dict, batch: Batch, graphdef: nnx.GraphDef, places: dict, dtype: jnp.dtype, measured: bool
+    params: dict, batch: Batch, graphdef: nnx.GraphDef, layouts: dict, dtype: jnp.dtype, measured: bool
 ) -> StepSums:
     """Return, for one device, the sums over the step, with `squares` if the step is `measured`.
 
     `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]. The gradients have the same shares.
     """
-    compute_params = all_gather_data(params, places, dtype)
+    compute_params = all_gather_data(params, layouts, dtype)
 
     def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Squares | None]:
         # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
@@ -110,7 +110,7 @@ def gradient_sums(
     no_losses = mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
     no_gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
     (losses, gradients), squares = jax.lax.scan(micro_batch, (no_losses, no_gradients), batch)
-    gradients = reduce_scatter_data(gradients, places)
+    gradients = reduce_scatter_data(gradients, layouts)
     objective, (loss, tokens) = psum(losses, BATCH_AXES)
     return StepSums(objective, loss, tokens, gradients, jax.tree.map(lambda kept: kept[None, None, None], squares))
 
@@ -181,10 +181,10 @@ def make_train_step(
     dropout's. `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
-    places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
-    specs, replicated = jax.tree.map(spec_of, places), PartitionSpec()
+    layouts, groups = parameter_layouts(config, mesh), jax.tree.leaves(parameter_groups(config))
+    specs, replicated = jax.tree.map(spec_of, layouts), PartitionSpec()
     stacked = PartitionSpec(DATA_AXES, "fsdp", "tensor")
-    on_device = partial(gradient_sums, graphdef=graphdef, places=places, dtype=dtype, measured=measure is not None)
+    on_device = partial(gradient_sums, graphdef=graphdef, layouts=layouts, dtype=dtype, measured=measure is not None)
     out_specs = StepSums(replicated, replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
     sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
     # Shardings are given, since the compiler could choose others, which the next step would not accept.
@@ -218,12 +218,12 @@ def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalSte
     """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T],
     without z-loss."""
     graphdef, _ = split_model(config, dtype)
-    places = parameter_places(config, mesh)
+    layouts = parameter_layouts(config, mesh)
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
-        model = nnx.merge(graphdef, all_gather_data(params, places, dtype))
+        model = nnx.merge(graphdef, all_gather_data(params, layouts, dtype))
         _, (_, losses) = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
-    evaluated = on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, places), ROWS), PartitionSpec())
+    evaluated = on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, layouts), ROWS), PartitionSpec())
     return jax.jit(evaluated, compiler_options=xla_options(mesh))

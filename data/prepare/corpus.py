@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pyarrow
 
-from configs.retry import StorageLost, passes, patiently
+from configs.retry import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_stdlib import conversations_of
@@ -69,7 +69,7 @@ class Corpus:
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
             # pyarrow's errors of damaged content have no number.
-            lost = isinstance(error, OSError) and error.errno is not None and passes(error)
+            lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
             raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
 
     def texts(self, document: str) -> list[str]:
@@ -174,7 +174,7 @@ def _downloaded(url: str) -> str:
 def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) -> Any:
     """Return a server's answer. Raise StorageLost if it does not answer, and UserError with `refusal` if it refuses."""
     try:
-        return patiently(what, ask)
+        return with_retries(what, ask)
     except StorageLost:
         raise
     except Exception as error:

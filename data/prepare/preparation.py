@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.retry import StorageLost, passes
+from configs.retry import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
 from data.prepare.corpus import Corpus
@@ -85,7 +85,7 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, work
     try:
         _prepare(check_types(settings), out, max_files, workers or cores())
     except OSError as error:  # errors of reading the text are UserErrors already
-        lost = StorageLost if passes(error) else UserError
+        lost = StorageLost if is_transient(error) else UserError
         raise lost(f"{out} cannot be written: {error}; the same command continues once it can") from error
 
 

@@ -8,7 +8,7 @@ import pytest
 from gcsfs.retry import HttpError
 
 import configs.retry
-from configs.retry import StorageLost, passes, patiently
+from configs.retry import StorageLost, is_transient, with_retries
 
 
 def wrapped(error: Exception) -> Exception:
@@ -55,7 +55,7 @@ def answered(**facts: object) -> Exception:
     ids=str,
 )
 def test_errors_of_disks_and_stores_are_passing_and_others_permanent(error, may_pass):
-    assert passes(error) == may_pass
+    assert is_transient(error) == may_pass
 
 
 def failing(times: int, error: Exception):
@@ -71,13 +71,13 @@ def failing(times: int, error: Exception):
 
 def test_passing_errors_are_retried_and_permanent_ones_raised(monkeypatch, capsys):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
-    assert patiently("the disk", failing(4, OSError(errno.EIO, "Input/output error"))) == "done"
+    assert with_retries("the disk", failing(4, OSError(errno.EIO, "Input/output error"))) == "done"
     assert "the disk: [Errno 5] Input/output error; trying again" in capsys.readouterr().err
     with pytest.raises(PermissionError):
-        patiently("the disk", failing(1, PermissionError(errno.EACCES, "Permission denied")))
+        with_retries("the disk", failing(1, PermissionError(errno.EACCES, "Permission denied")))
 
 
 def test_an_error_that_lasts_long_is_lost_storage(monkeypatch):
     monkeypatch.setattr(configs.retry, "SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
-        patiently("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))
+        with_retries("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))

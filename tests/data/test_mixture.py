@@ -14,8 +14,8 @@ from data.shards import TokenStream
 LENGTH = 4
 
 
-def stage(begins: int, *shares: str) -> Stage:
-    return Stage(begins, tuple(map(Fraction, shares)))
+def stage(starts: int, *shares: str) -> Stage:
+    return Stage(starts, tuple(map(Fraction, shares)))
 
 
 STAGES = [stage(0, "0.9", "0.1", "0"), stage(401, "0.3", "0", "0.7"), stage(1200, "0", "0.5", "0.5")]
@@ -41,7 +41,7 @@ ROWS = [
 )
 def test_sources_stages_and_shares(source, names, stages):
     read_names, read_stages = read_source(source)
-    assert read_names == names and [stage.begins for stage in read_stages] == [begins for begins, _ in stages]
+    assert read_names == names and [stage.starts for stage in read_stages] == [starts for starts, _ in stages]
     assert [tuple(map(float, stage.shares)) for stage in read_stages] == [shares for _, shares in stages]
     assert join_source(split_source(source)) == source
     assert sum(mean_shares(read_stages)) == pytest.approx(1)
@@ -67,10 +67,10 @@ def test_a_stage_s_rows_are_those_that_grain_mixes_and_shares_are_exact(shares):
 def test_each_stage_has_its_shares_from_its_first_row_and_sources_continue():
     mixture = Mixture(STAGES, LENGTH)
     rows = [mixture[n] for n in range(500)]
-    for begins, ends, (_, shares) in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
+    for starts, ends, (_, shares) in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
         for i, share in enumerate(map(float, shares)):
-            counts = np.cumsum([part == i for part, _ in rows[begins:ends]])
-            assert np.abs(counts - share * np.arange(1, ends - begins + 1)).max() < 2
+            counts = np.cumsum([part == i for part, _ in rows[starts:ends]])
+            assert np.abs(counts - share * np.arange(1, ends - starts + 1)).max() < 2
             assert share or not counts.any()
     for i in range(3):
         assert [number for part, number in rows if part == i] == list(range(sum(part == i for part, _ in rows)))

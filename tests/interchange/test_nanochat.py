@@ -21,7 +21,7 @@ from model.loss import loss_sums, softcap
 from tests.evaluation import core_bundle
 from tests.helpers import arrays_of, perturbed
 from tests.nanochat_checkout import import_nanochat, their_name
-from training.layout import place
+from training.layout import shard_layout
 from training.mesh import make_mesh
 from training.muon import muon
 from training.optimizer import path_name
@@ -81,8 +81,8 @@ def test_muon_s_updates_are_equal(nanochat, shape):
     steps, generator = 10, np.random.default_rng(0)
     config = MuonConfig(weight_decay=0.3)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    places = [place(shape, (None, None), mesh.shape)] * 2
-    transform = muon(config, ScheduleConfig("constant"), lambda step: jnp.float32(0.02), steps, places, mesh)
+    layouts = [shard_layout(shape, (None, None), mesh.shape)] * 2
+    transform = muon(config, ScheduleConfig("constant"), lambda step: jnp.float32(0.02), steps, layouts, mesh)
     random = lambda: {i: jnp.asarray(generator.standard_normal(shape), jnp.float32) for i in range(2)}
     params = random()
     theirs = [torch.nn.Parameter(torch.tensor(np.array(p.T))) for p in params.values()]

@@ -154,11 +154,11 @@ def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_
     monkeypatch.setattr("run.start.open_run", lambda *arguments: RunStatus([], 0, 1, ""))
     monkeypatch.setattr("run.start.require_same_network", Mock(side_effect=UserError("the next check")))
     monkeypatch.setattr("run.start.preflight", Mock(side_effect=UserError("the next check")))
-    begins = {
+    starts = {
         "run.start": (lambda: start.open_training(config), []),
         "run.folder": (lambda: start.open_folder(Mock(config=config), text, False, None, Mock()), [1]),
     }
-    for module, (begin, steps) in begins.items():
+    for module, (begin, steps) in starts.items():
         answers = [HttpError({"code": 503, "message": "try again"}), steps]
         monkeypatch.setattr(f"{module}.finished_steps", Mock(side_effect=answers))
         with pytest.raises(UserError, match="the next check"):

@@ -34,7 +34,9 @@ def make(tmp_path, messages):
         config = replace(tiny_config(), **{"steps": 40, "run_dir": str(run_dir), **defaults, **sections})
         mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
         built: Any = SimpleNamespace(config=config, mesh=mesh, batch_shape=(1, 1, 1), dtype=jnp.dtype("float32"))
-        text: Any = SimpleNamespace(epochs=lambda rows: {"text": rows / 512}, seen=lambda i: {"rows": [(0, i + 1)]})
+        text: Any = SimpleNamespace(
+            epochs=lambda rows: {"text": rows / 512}, preview_batch=lambda i: {"rows": [(0, i + 1)]}
+        )
         start = ResumePoint(TrainState(step, {}, (), 0), step, step * TOKENS, 0.0, losses)  # pyright: ignore
         log = MetricsLog(built, text, start, SimpleNamespace(row_numbers=lambda i: i), Times())  # pyright: ignore
         logs.append(log)

@@ -14,8 +14,8 @@ from configs.schema import Config, GroupConfig, MeshConfig, MuonConfig, with_opt
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
 from training.diagnostics import signal_and_noise
-from training.layout import Place
-from training.mesh import parameter_places, resized
+from training.layout import ShardLayout
+from training.mesh import parameter_layouts, resized
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
 from training.state import TrainState, split_model, stored_as
@@ -52,14 +52,14 @@ def start(config: Config) -> TrainState:
     )
 
 
-def measured(config: Config) -> tuple[dict, list[Place], dict]:
-    """Return a measuring step's metrics, the parameters' places, and the parameters after it."""
+def measured(config: Config) -> tuple[dict, list[ShardLayout], dict]:
+    """Return a measuring step's metrics, the parameters' layouts, and the parameters after it."""
     built = built_on(config, prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor]))
     state = stored_as(start(config), built.abstract_state)
     after, metrics = built.measuring_step(state, placed(built, rows_of_random_lengths()))
-    places = parameter_places(config.model, built.mesh)
-    after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, places)
-    return jax.device_get(metrics), jax.tree.leaves(places), after
+    layouts = parameter_layouts(config.model, built.mesh)
+    after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, layouts)
+    return jax.device_get(metrics), jax.tree.leaves(layouts), after
 
 
 def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
@@ -107,7 +107,7 @@ def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarra
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), pytest.param((2, 4, 1), marks=pytest.mark.slow)])
 def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
-    metrics, places, after = measured(config)
+    metrics, layouts, after = measured(config)
     before, state = start(config).params, start(config)
     measures, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
@@ -115,7 +115,7 @@ def test_every_quantity_equals_the_float64_reference(mesh):
     by_devices, by_replicas = unit_gradients(config, steps * data * fsdp), unit_gradients(config, steps * data)
     whole = [sum(leaves) for leaves in zip(*(gradient for _, gradient in by_devices))]
     total = sum(tokens for tokens, _ in by_devices)
-    for i, (group, of) in enumerate(zip(groups, places)):
+    for i, (group, of) in enumerate(zip(groups, layouts)):
         units = by_devices if "fsdp" not in of.axes else by_replicas
         pairs = total**2 - sum(tokens**2 for tokens, _ in units)
         square = np.sum(whole[i] ** 2)
@@ -129,7 +129,7 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         assert measures["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total)
     assert measures["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
 
-    divided = [i for i, of in enumerate(places) if "fsdp" in of.axes]
+    divided = [i for i, of in enumerate(layouts) if "fsdp" in of.axes]
     flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
     cosines = []
     for replica in range(data):

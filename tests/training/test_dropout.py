@@ -64,7 +64,7 @@ def test_only_outputs_of_attention_and_mlp_are_dropped_by_masks_of_their_own():
             added, kept = (block(X, i, None)[0] - X for i in (inputs, inputs._replace(dropout_keys=keys)))
             masks.append(np.asarray(kept != 0))
             np.testing.assert_allclose(kept, np.where(masks[-1], 2 * added, 0), rtol=1e-4, atol=1e-4)
-    rows = np.stack(masks).reshape(8, -1)  # two layers, two places, two rows
+    rows = np.stack(masks).reshape(8, -1)  # two layers, two layouts, two rows
     agreement = (rows[:, None] == rows).mean(axis=-1)
     np.testing.assert_allclose(agreement, 0.5 + 0.5 * np.eye(8), atol=0.06)
 

@@ -16,14 +16,14 @@ from configs.nanochat import network_of_depth
 from configs.schema import BATCH_AXES, DATA_AXES, Config, MeshConfig
 from configs.validation import resolved
 from model.gpt import kinds
-from training.layout import data_parts, padded, place
+from training.layout import data_parts, padded, shard_layout
 from training.mesh import batch_devices, make_mesh, resized, spec_of
 from training.shares import all_gather_data, reduce_scatter_data
 
 
 def numbers_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: dict[str, int]) -> int:
     """Return how many numbers of an array a device stores, padding included."""
-    placed = place(shape, axes, sizes)
+    placed = shard_layout(shape, axes, sizes)
     return prod(placed.stored) // prod(sizes[name] for names in placed.spec for name in names)
 
 
@@ -70,7 +70,7 @@ def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
     across = 2 if data % 2 == 0 else 1
     sizes = {**dict(zip(DATA_AXES, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
     assert prod(sizes[axis] for axis in DATA_AXES) == data and sizes["data_across"] == across
-    placed = place(shape, axes, sizes)
+    placed = shard_layout(shape, axes, sizes)
     assert sorted(name for names in placed.spec for name in names) == sorted([*DATA_AXES, *filter(None, axes)])
     for size, stored, axis, names in zip(shape, placed.stored, axes, placed.spec):
         assert names[:1] == ((axis,) if axis else names[:1])
@@ -87,18 +87,18 @@ def test_the_gathered_array_is_the_parameter_and_the_scattered_one_the_sum(sizes
         "c": ((7, 3 * sizes[2]), (None, "tensor")),
         "d": ((5,), (None,)),
     }
-    places = {name: place(shape, axes, mesh.shape) for name, (shape, axes) in shapes.items()}
+    layouts = {name: shard_layout(shape, axes, mesh.shape) for name, (shape, axes) in shapes.items()}
     generator = np.random.default_rng(0)
     values = {name: generator.standard_normal(shape).astype(np.float32) for name, (shape, _) in shapes.items()}
     stored = {
-        name: jax.device_put(resized(value, places[name].stored), jax.NamedSharding(mesh, spec_of(places[name])))
+        name: jax.device_put(resized(value, layouts[name].stored), jax.NamedSharding(mesh, spec_of(layouts[name])))
         for name, value in values.items()
     }
-    specs = jax.tree.map(spec_of, places)
+    specs = jax.tree.map(spec_of, layouts)
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
     def gathered(shares):
-        return all_gather_data(shares, places, np.dtype("float32"))
+        return all_gather_data(shares, layouts, np.dtype("float32"))
 
     whole = {name: PartitionSpec(*axes) for name, (_, axes) in shapes.items()}
     jax.tree.map(
@@ -106,7 +106,7 @@ def test_the_gathered_array_is_the_parameter_and_the_scattered_one_the_sum(sizes
     )
 
     def scattered(shares, number):
-        return reduce_scatter_data(jax.tree.map(lambda p: p * number[0], gathered(shares)), places)
+        return reduce_scatter_data(jax.tree.map(lambda p: p * number[0], gathered(shares)), layouts)
 
     # Every replica's gradient is its parameter times a different number.
     numbers = np.arange(1.0, batch_devices(mesh) + 1, dtype=np.float32)

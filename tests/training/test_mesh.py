@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import arrange, batch_shape, islands, make_mesh, note_on_slow_links, sizes_of
+from training.mesh import arrange, batch_shape, device_groups, make_mesh, note_on_slow_links, sizes_of
 
 
 def mesh(replicas: int) -> Mesh:
@@ -58,13 +58,13 @@ def gpus(nodes: int, each: int, tasks: int = 1) -> list[GPU]:
 
 
 def test_islands_follow_slice_index_or_else_processes():
-    assert [len(island) for island in islands(gpus(2, 8))] == [8, 8]
-    assert [len(island) for island in islands(gpus(2, 8, tasks=8))] == [8, 8]  # one task per GPU: still two nodes
+    assert [len(island) for island in device_groups(gpus(2, 8))] == [8, 8]
+    assert [len(island) for island in device_groups(gpus(2, 8, tasks=8))] == [8, 8]  # one task per GPU: still two nodes
     one_domain = [replace(gpu, slice_index=0) for gpu in gpus(2, 4)]  # an NVLink domain of several machines
-    assert [len(island) for island in islands(one_domain)] == [8]
+    assert [len(island) for island in device_groups(one_domain)] == [8]
     described = [replace(gpu, local_hardware_id=None) for gpu in one_domain]
-    assert [len(island) for island in islands(described)] == [4, 4]
-    assert len(islands(jax.devices())) == 1
+    assert [len(island) for island in device_groups(described)] == [4, 4]
+    assert len(device_groups(jax.devices())) == 1
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_islands_follow_slice_index_or_else_processes():
 )
 def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, each, shape, across):
     devices = gpus(nodes, each)
-    mesh = arrange(shape, islands(devices[::-1]))
+    mesh = arrange(shape, device_groups(devices[::-1]))
     assert mesh.shape == shape and set(mesh.flat) == set(devices)
     node = np.vectorize(lambda device: device.slice_index)(mesh)
     assert tuple(bool(np.ptp(node, axis).any()) for axis in range(3)) == across
@@ -90,7 +90,7 @@ def test_a_mesh_that_crosses_nodes_is_reported(monkeypatch):
     def note(*sizes):
         devices = make_mesh(MeshConfig(*sizes))
         with monkeypatch.context() as patch:
-            patch.setattr("training.mesh.islands", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
+            patch.setattr("training.mesh.device_groups", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
             return note_on_slow_links(devices)
 
     assert note(4, 2, 1) == note(2, 2, 2) == ""
@@ -100,7 +100,7 @@ def test_a_mesh_that_crosses_nodes_is_reported(monkeypatch):
 
 def test_nodes_of_different_sizes_are_refused():
     with pytest.raises(UserError, match=r"have \[4, 8\] devices"):
-        arrange((12, 1, 1), islands(gpus(2, 8)[:12]))
+        arrange((12, 1, 1), device_groups(gpus(2, 8)[:12]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
 from tools.programs.compiled import collectives
-from training.layout import place
+from training.layout import shard_layout
 from training.mesh import make_mesh, resized, sizes_of, spec_of
 from training.muon import momentum_at, muon, orthogonalise_all
 
@@ -22,14 +22,14 @@ ONE = make_mesh(MeshConfig(data=1), jax.devices()[:1])
 
 def on_one(*matrices):
     """Orthogonalise the matrices on one device."""
-    places = [place(m.shape, (None, None), ONE.shape) for m in matrices]
-    return jax.jit(lambda *matrices: orthogonalise_all(list(matrices), places, ONE))(*matrices)
+    layouts = [shard_layout(m.shape, (None, None), ONE.shape) for m in matrices]
+    return jax.jit(lambda *matrices: orthogonalise_all(list(matrices), layouts, ONE))(*matrices)
 
 
 def muon_on_one(config, count=1, shape=(8, 8)):
     """Return Muon for `count` matrices on one device."""
     return muon(
-        config, CONSTANT, lambda step: jnp.float32(0.1), 10, [place(shape, (None, None), ONE.shape)] * count, ONE
+        config, CONSTANT, lambda step: jnp.float32(0.1), 10, [shard_layout(shape, (None, None), ONE.shape)] * count, ONE
     )
 
 
@@ -54,13 +54,15 @@ def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_
     matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3), random((10, 6), 4)]
     axes = [("fsdp", "tensor"), ("tensor", "fsdp"), ("fsdp", "tensor"), (None, "tensor"), ("tensor", "fsdp")]
     for mesh in (ONE, make_mesh(MeshConfig(2, 2, 2)), make_mesh(MeshConfig(3, 2, 1), jax.devices()[:6])):
-        places = [place(matrix.shape, names, mesh.shape) for matrix, names in zip(matrices, axes)]
-        assert mesh is ONE or any(of.stored != of.shape for of in places)  # the axes do not divide the last one
+        layouts = [shard_layout(matrix.shape, names, mesh.shape) for matrix, names in zip(matrices, axes)]
+        assert mesh is ONE or any(of.stored != of.shape for of in layouts)  # the axes do not divide the last one
         stored = [
             jax.device_put(resized(matrix, of.stored), jax.NamedSharding(mesh, spec_of(of)))
-            for matrix, of in zip(matrices, places)
+            for matrix, of in zip(matrices, layouts)
         ]
-        orthogonalised = jax.jit(lambda matrices, places=places, mesh=mesh: orthogonalise_all(matrices, places, mesh))
+        orthogonalised = jax.jit(
+            lambda matrices, layouts=layouts, mesh=mesh: orthogonalise_all(matrices, layouts, mesh)
+        )
         for matrix, result in zip(matrices, orthogonalised(stored)):
             # The five iterations amplify a rounding of 6e-8 in a small singular value by up to 991.
             np.testing.assert_allclose(resized(result, matrix.shape), on_one(matrix)[0], atol=6e-5)
@@ -96,7 +98,7 @@ def test_no_matrix_is_processed_twice_or_sent_complete():
     """Each of eight devices multiplies two of 16 matrices, an eighth of one device's work. A device's share is sent out
     and back once; otherwise only norms are sent."""
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    of = place((64, 64), ("fsdp", "tensor"), mesh.shape)
+    of = shard_layout((64, 64), ("fsdp", "tensor"), mesh.shape)
     on_mesh = muon(CONFIG, CONSTANT, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)
     flops = []
     one, divided = (muon_on_one(CONFIG, 16, (64, 64)), None), (on_mesh, jax.NamedSharding(mesh, spec_of(of)))

@@ -92,13 +92,13 @@ def test_a_run_compiles_its_step_once(caplog):
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_the_state_keeps_its_sharding(mesh):
-    """A compiled step rejects a state stored elsewhere. XLA would choose another place for Muon's second moments."""
+    """A compiled step rejects a state stored elsewhere. XLA would choose another layout for Muon's second moments."""
     config = with_options(tiny_config(rows_per_device=1), {"optimizer.matrices.kind": "muon", "mesh": mesh})
     built = built_on(config, 8)
     state = stored_as(initial_state(config.model, config.optimizer), built.abstract_state)
     batch = placed(built, random_rows(config, 0))
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, state)
     compiled = built.train_step.lower(state, batch).compile()
     for _ in range(2):
         state, _ = compiled(state, batch)
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == layouts

@@ -157,7 +157,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             if kind not in KINDS or (chain and (caller, chain[0]) in seen):
                 continue
             seen.add((caller, chain and chain[0]))
-            groups = device_groups(attributes, prod(mesh_shape.values()))
+            groups = replica_groups(attributes, prod(mesh_shape.values()))
             operands = [types[operand] for operand in names(instruction.operands)]
             size = sum(map(type_bytes, operands)) * (len(groups[0]) if kind == "all-gather" else 1)
             dtype = "+".join(sorted({operand.split("[")[0] for operand in operands}))
@@ -168,7 +168,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     return collectives
 
 
-def device_groups(attributes: str, devices: int) -> list[list[int]]:
+def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     """Return the groups of devices that communicate, from any of XLA's notations (xla/hlo/ir: replica_group,
     mesh_and_axis).
 

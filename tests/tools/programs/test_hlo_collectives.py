@@ -17,8 +17,8 @@ from tools.programs.compiled import (
     Collective,
     axes_crossed,
     collectives,
-    device_groups,
     estimated_cycles,
+    replica_groups,
     traffic,
     type_bytes,
 )
@@ -45,7 +45,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 )
 def test_groups_in_every_notation_cross_the_right_axes(notation, axes):
     attributes = f", channel_id=1, {notation}, use_global_device_ids=true"
-    assert axes_crossed(device_groups(attributes, 8), MESH) == axes
+    assert axes_crossed(replica_groups(attributes, 8), MESH) == axes
 
 
 def test_bytes_of_types():
