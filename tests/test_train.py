@@ -351,9 +351,8 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     monkeypatch.setattr("train.evaluate_if_due", Mock(side_effect=compiling.side_effect))  # found by a device
     compiling.side_effect = None
     compiling.return_value = (None, None)
-    with pytest.raises(jax.errors.JaxRuntimeError) as end:
-        run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
-    assert "tools.plan" in end.value.__notes__[0]
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 1
+    assert "tools.plan" in capfd.readouterr().err
     compiling.side_effect = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nand more")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
     log = capfd.readouterr().err

@@ -14,7 +14,7 @@ from interchange.folders import write_safetensors
 from interchange.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
 from model.gpt import parameter_shapes
 from run.folder import write_record
-from run.record import Record
+from run.record import local_path, upload
 from run.saver import Saver
 from tests.helpers import arrays_of, perturbed, tiny_config
 from training.build import build
@@ -37,7 +37,7 @@ def base(folder, as_run):
         checkpoints = Saver(folder, CheckpointConfig())
         facts = {"shapes": parameter_shapes(CONFIG.model)}
         checkpoints.save(3, jax.device_put(state, jax.devices()[0]), facts)
-        checkpoints.close()
+        checkpoints.wait()
     else:
         write_safetensors(folder, [arrays_of(state.params)], CONFIG, TOKENIZER)
     return state
@@ -62,10 +62,11 @@ def test_the_first_state_is_the_network_s_with_a_run_s_moments(tmp_path, as_run,
 
 def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
-    write_record(tmp_path / "run/config.json", CONFIG, "", [])
-    TOKENIZER.save(tmp_path / "run/tokenizer")
-    Record(tmp_path / "run", "gs://bucket/copied-once").copy()
-    config = replace(CONFIG, init_from="gs://bucket/copied-once")
+    there = "gs://bucket/copied-once"
+    write_record(local_path(there) / "config.json", CONFIG, "", [])
+    TOKENIZER.save(local_path(there) / "tokenizer")
+    upload(there)
+    config = replace(CONFIG, init_from=there)
     gcs.asked.clear()
     tokenizer = load_tokenizer(base_of_chat(config).tokenizer)
     require_same_network(config)

@@ -34,7 +34,7 @@ def make_run(folder: Path, depth: int, width: int) -> int:
     checkpoints = Saver(folder, CheckpointConfig())
     facts = {"tokens": 1, "shapes": parameter_shapes(model)}
     checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), facts)
-    checkpoints.close()
+    checkpoints.wait()
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
