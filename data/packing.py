@@ -130,8 +130,11 @@ def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[R
     read: dict[tuple[int, int], Row] = {}
     for part in {part for part, _ in wanted}:
         spans = {index: rows[part].spans(index) for one, index in wanted if one == part}
-        pieces = iter(rows[part].tokens.read_many(span for each in spans.values() for span in each))
-        read |= {(part, index): rows[part].row(each, [next(pieces) for _ in each]) for index, each in spans.items()}
+        pieces = iter(rows[part].tokens.read_many(span for row_spans in spans.values() for span in row_spans))
+        read |= {
+            (part, index): rows[part].row(row_spans, [next(pieces) for _ in row_spans])
+            for index, row_spans in spans.items()
+        }
     return [read[one] for one in wanted]
 
 

@@ -130,9 +130,13 @@ class Engine:
         calls of Python are text."""
         config, mesh, dtype = network.config.model, network.mesh, network.dtype
         self.devices = batch_devices(mesh)
-        self.each = -(-slots // self.devices)  # on a device
+        self.slots_per_device = -(-slots // self.devices)  # on a device
         # Least recently used first. Those after each other are on different devices, which read at the same time.
-        self.slots = [Slot(device * self.each + i) for i in range(self.each) for device in range(self.devices)]
+        self.slots = [
+            Slot(device * self.slots_per_device + i)
+            for i in range(self.slots_per_device)
+            for device in range(self.devices)
+        ]
         self.capacity = capacity or network.config.batch.sequence_length
         self.tokenizer = network.tokenizer
         special = network.tokenizer.special_tokens if chat else {}
@@ -140,7 +144,7 @@ class Engine:
         self.ends = {network.tokenizer.bos, end}
         self.params = jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), network.params)
         over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
-        empty = lambda model: model.empty_cache(self.each, self.capacity).layers
+        empty = lambda model: model.empty_cache(self.slots_per_device, self.capacity).layers
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
         self.cache = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])(self.params)
         # With JAX 0.10, XLA's fusions for YNNPACK take a CPU a third more time: few rows, and the sums of a draw.
@@ -239,7 +243,9 @@ class Engine:
 
     def _advance(self, writing: Sequence[Slot]) -> None:
         """Read parts of prompts, of one slot on each device; if none is left to read, draw for all slots."""
-        unread = {slot.index // self.each: slot for slot in reversed(writing) if len(slot.row) - slot.cached > 1}
+        unread = {
+            slot.index // self.slots_per_device: slot for slot in reversed(writing) if len(slot.row) - slot.cached > 1
+        }
         if unread:
             most = max(len(slot.row) - slot.cached for slot in unread.values())
             length = LONG if most > LONG // 2 else SHORT
@@ -269,7 +275,7 @@ class Engine:
         for place, slot in slots.items():
             assert slot.answer
             unread = slot.row[slot.cached :][:length]
-            numbers[place], starts[place], lengths[place] = slot.index % self.each, slot.cached, len(unread)
+            numbers[place], starts[place], lengths[place] = slot.index % self.slots_per_device, slot.cached, len(unread)
             tokens[place, : 1 + len(unread)] = [slot.row[slot.cached - 1] if slot.cached else 0, *unread]
             for array, value in zip(options, slot.answer.sampling):
                 array[place] = value

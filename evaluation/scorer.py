@@ -184,8 +184,8 @@ def token_scores(
     log_sum, target = log_sum_and_target(logits, targets, cap)
     token = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
     # The cap keeps the order, so only the highest are capped.
-    highest = lambda among: softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
-    before, after = highest(token < targets[:, None]), highest(token > targets[:, None])
+    maximum = lambda among: softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
+    before, after = maximum(token < targets[:, None]), maximum(token > targets[:, None])
     return log_sum - target, (target > before) & (target >= after), target - jnp.maximum(before, after)
 
 

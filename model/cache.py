@@ -37,7 +37,7 @@ def attend_to_cache(
     lowest = jnp.float32(-1e30)  # finite: a block that a row does not see leaves its sums unchanged
 
     def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, y = sums
+        maximum, total, y = sums
         start = jnp.minimum(i * size, capacity - size)
         keys, values = (jax.lax.dynamic_slice_in_dim(kept, start, size, axis=2) for kept in cache)
         places = start + jnp.arange(size)
@@ -45,8 +45,8 @@ def attend_to_cache(
         seen = (distance >= 0) & (distance <= (capacity if window is None else window)) & (places >= i * size)
         scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores, lowest)
-        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
         new = jnp.einsum("bkgts,bksd->bkgtd", shares.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return higher, total * kept + jnp.sum(shares, axis=-1), y * kept[..., None] + new
 

@@ -19,7 +19,7 @@ from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs
 from model.cache import LayerCache
 from model.kernels import window_of
-from model.layers import SAVED, Embedding, Linear, Scalars, dropped, relu_squared, rms_norm
+from model.layers import SAVED, Embedding, Linear, Scalars, dropout, relu_squared, rms_norm
 from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
@@ -58,9 +58,9 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
-        kept = lambda y, place: dropped(y, self.dropout, inputs.dropout_keys, 2 * self.attention.layer + place)
-        x = x + kept(y, 0)
-        return x + kept(self.mlp(rms_norm(x)), 1), cache
+        with_dropout = lambda y, i: dropout(y, self.dropout, inputs.dropout_keys, 2 * self.attention.layer + i)
+        x = x + with_dropout(y, 0)
+        return x + with_dropout(self.mlp(rms_norm(x)), 1), cache
 
 
 @jax.custom_vjp

@@ -248,7 +248,7 @@ class Embedding(nnx.Module):
         return embed(tokens, self.table[...], self.axes, dtype)
 
 
-def dropped(
+def dropout(
     x: Float[Array, "batch length width"], rate: float, keys: Key[Array, "batch"] | None, place: int
 ) -> Float[Array, "batch length width"]:
     """Return x with a share `rate` of its elements set to zero and the others divided by `1 - rate`; without `keys`, x.

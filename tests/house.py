@@ -14,13 +14,13 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 20_500,
-    "lines of tests": 17_000,
-    "lines of train.py": 180,
-    "names that train.py imports": 40,
-    "modules that train.py needs": 66,
-    "lines that train.py needs": 12_140,
-    "options on the command line": 95,
+    "lines outside tests": 19_100,
+    "lines of tests": 15_500,
+    "lines of train.py": 150,
+    "names that train.py imports": 32,
+    "modules that train.py needs": 59,
+    "lines that train.py needs": 10_600,
+    "options on the command line": 86,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")
 LARGE = {"Attention", "Build", "Config", "DataConfig", "GPT", "Machine", "MetricsLog", "ModelConfig", "OptimizerConfig"}

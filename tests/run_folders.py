@@ -59,7 +59,7 @@ def write_run(
             texts = ["for k in </script><script>alert(1)</script>", "0x00 " * 60]
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}
             lines.append({"step": step + 5, "spike": facts, **when})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     events: list[dict] = [{"event": "start", "step": 0, "tokens": 0, "tokens_per_step": batch}]
     if complete:
         events.append({"event": "stop", "step": last, "code": 0})

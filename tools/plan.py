@@ -201,18 +201,18 @@ def plan(config: Config, arguments: Arguments) -> int:
     from training.state import compute_dtype
 
     limit = memory_limit(machines()[topology.kind])
-    plans = [plan_mesh(each, devices, limit) for each in meshes(config, topology)]
-    if not any(each.fits for each in plans):
+    plans = [plan_mesh(candidate, devices, limit) for candidate in meshes(config, topology)]
+    if not any(plan.fits for plan in plans):
         smaller = with_options(config, SMALLER)
         validate(smaller)
-        plans += [plan_mesh(each, devices, limit) for each in meshes(smaller, topology)]
+        plans += [plan_mesh(candidate, devices, limit) for candidate in meshes(smaller, topology)]
     print(f"{name_of(topology)}: {topology.devices} device(s); {limit / GIB:.3g} GiB of each may be taken")
     print(table(plans))
-    for each in plans:
-        if each.fits:
-            print(f"{' x '.join(map(str, each.mesh))}: {changes(config, each)}")
+    for plan in plans:
+        if plan.fits:
+            print(f"{' x '.join(map(str, plan.mesh))}: {changes(config, plan)}")
     print(time_and_cost(config, topology, compute_dtype(config.model, devices[0].platform).name, arguments))
-    if any(each.fits for each in plans):
+    if any(plan.fits for plan in plans):
         return Exit.COMPLETE
     print("nothing fits: take more devices, or a smaller network", file=sys.stderr)
     return Exit.FAILED

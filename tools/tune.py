@@ -255,11 +255,11 @@ def choose_batch(runs: Runs, rows: int, trial: int) -> tuple[int, str]:
 def difference(theirs: list[float], ours: list[float]) -> tuple[float, float, float]:
     """Return the mean of theirs - ours, paired by seed, and its 95% interval by Student's t; infinite if a run
     failed."""
-    each = np.array(theirs) - np.array(ours)
-    if not np.isfinite(each).all():
+    differences = np.array(theirs) - np.array(ours)
+    if not np.isfinite(differences).all():
         return math.inf, math.inf, math.inf
-    mean = float(each.mean())
-    reach = float(stdtrit(len(each) - 1, 0.975) * each.std(ddof=1)) / len(each) ** 0.5
+    mean = float(differences.mean())
+    reach = float(stdtrit(len(differences) - 1, 0.975) * differences.std(ddof=1)) / len(differences) ** 0.5
     return mean, mean - reach, mean + reach
 
 

@@ -30,12 +30,12 @@ def start(
     port = port or free_ports(1)[0]
     number = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
     variables = variables or (lambda index, port: number | {"JAX_PROCESS_ID": str(index)})
-    each = lambda values, i: values[i] if len(values) > 1 else values[0]
+    value_of = lambda values, i: values[i] if len(values) > 1 else values[0]
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            cwd=each(folders, i),
-            env=environment_of(each(devices, i)) | variables(i, port),
+            cwd=value_of(folders, i),
+            env=environment_of(value_of(devices, i)) | variables(i, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

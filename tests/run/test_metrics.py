@@ -20,15 +20,15 @@ def line(step: int, loss: float = 1.0) -> dict:
 def write(run_dir: Path, start: int, lines: list[dict]) -> None:
     """Write the lines of one start of a run that is killed after them."""
     writer = MetricsWriter(run_dir, start)
-    for each in lines:
-        writer.write(each)
+    for entry in lines:
+        writer.write(entry)
     writer.close()
 
 
 def lines_of(run_dir: Path) -> list[dict]:
     """Return every line of metrics.jsonl, without the times."""
     lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in each.items() if name != "time"} for each in lines]
+    return [{name: value for name, value in entry.items() if name != "time"} for entry in lines]
 
 
 def shown(folder: Path) -> EventAccumulator:
@@ -48,7 +48,7 @@ def test_lines_are_json_in_the_order_they_were_written_with_their_time(tmp_path,
     write(tmp_path, 0, lines)
     lines[2]["loss"] = None  # JSON has no infinity
     assert lines_of(tmp_path) == lines
-    assert read_metrics(tmp_path) == [{**each, "time": 123.5} for each in lines]
+    assert read_metrics(tmp_path) == [{**entry, "time": 123.5} for entry in lines]
 
 
 @pytest.mark.parametrize("half", ["", '{"step": 6, "tokens": 60, "loss": 1.0'])
@@ -76,7 +76,7 @@ def test_both_show_each_step_once_with_its_time_after_any_number_of_resumes(tmp_
         now = loss  # the time of the start, so that each point shows its own
         write(tmp_path, start, [line(step, loss) for step in steps])
     expected = list(enumerate([1.0] * 4 + [2.0] * 5 + [3.0] + [4.0] * 3))
-    assert [(each["step"], each["loss"]) for each in lines_of(tmp_path)] == expected
+    assert [(entry["step"], entry["loss"]) for entry in lines_of(tmp_path)] == expected
     assert scalars(tmp_path)["loss"] == expected
     assert all(event.wall_time == event.value for event in shown(tmp_path / "tensorboard").Scalars("loss"))
 
@@ -158,7 +158,7 @@ def test_a_damaged_line_is_named_and_only_it_is_lost(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     first, _, third = path.read_bytes().splitlines()
     path.write_bytes(first + b"\n\xff\x00 garbage\n" + third + b"\n")
-    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 3]
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 3]
     assert "line 2 is damaged" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from configs.schema import MeshConfig, with_options
 from model.attention import Inputs
 from model.gpt import GPT
-from model.layers import dropped
+from model.layers import dropout
 from model.rotary import rotary_angles
 from tests.helpers import TINY, built_on, distance, random_rows, run_steps, tiny_config
 from training.step import dropout_keys
@@ -46,7 +46,7 @@ def test_keys_follow_seed_step_and_row_in_the_global_order():
 
 def test_the_mean_over_keys_is_the_input():
     keys = jax.random.split(jax.random.key(0), 4096)
-    drawn = dropped(jnp.broadcast_to(X[:1, :8, :8], (4096, 8, 8)), 0.25, keys, 0)
+    drawn = dropout(jnp.broadcast_to(X[:1, :8, :8], (4096, 8, 8)), 0.25, keys, 0)
     assert np.unique(np.round(drawn / X[0, :8, :8], 5)).tolist() == pytest.approx([0, 4 / 3], abs=1e-4)
     error = np.sqrt(0.25 / 0.75 / 4096)
     np.testing.assert_allclose(jnp.mean(drawn, axis=0) / X[0, :8, :8], 1, atol=5 * error)
