@@ -102,7 +102,8 @@ def start_hook(
     if not config.log.on_event:
         return
     facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
-    facts |= {"RUN": name or config.name, "RUN_DIR": os.path.abspath(config.run_dir)}
+    run_dir = config.run_dir if "://" in config.run_dir else os.path.abspath(config.run_dir)
+    facts |= {"RUN": name or config.name, "RUN_DIR": run_dir}
     environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
     try:
         with log.open("ab") if log else nullcontext() as file:

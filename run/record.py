@@ -159,24 +159,28 @@ UPLOADED: dict[Path, tuple[int, int]] = {}
 def upload(run_dir: str | Path) -> None:
     """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on a
     disk. Only the first process may call it, and one thread at a time."""
-    if not in_bucket(run_dir):
-        return
+    if in_bucket(run_dir):
+        with_retries(str(run_dir), lambda: _upload(run_dir))
+
+
+def _upload(run_dir: str | Path) -> None:
     local, target = local_path(run_dir), storage_path(run_dir)
     files = [path for path in sorted(local.rglob("*")) if path.is_file() and path.suffix != ".partial"]
     board = local / "tensorboard"
-    if board.exists() and not any(path.is_relative_to(board) for path in UPLOADED):
+    if board.exists() and not any(path.is_relative_to(board) for path in list(UPLOADED)):
         old = target / board.name
         if old.exists():
             old.rmtree()  # from another process: each writes all lines again, under other names
     present: dict[Path, tuple[int, int]] = {}
     for path in files:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # deleted meanwhile
             about = path.stat()
             present[path] = (about.st_size, about.st_mtime_ns)
-            if present[path] != UPLOADED.get(path):
-                (target / path.relative_to(local)).write_bytes(path.read_bytes())
-                UPLOADED[path] = present[path]
-    for path in [path for path in UPLOADED if path.is_relative_to(local) and path not in present]:
+    for path, size_and_time in present.items():
+        if size_and_time != UPLOADED.get(path):
+            (target / path.relative_to(local)).write_bytes(path.read_bytes())
+            UPLOADED[path] = size_and_time
+    for path in [path for path in list(UPLOADED) if path.is_relative_to(local) and path not in present]:
         (target / path.relative_to(local)).unlink(missing_ok=True)
         del UPLOADED[path]
 
