@@ -17,6 +17,7 @@ from data.prepare.chat_stdlib import conversations_of
 from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, chunks, lines, rows
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
+UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
 UNREADABLE = (OSError, EOFError, pyarrow.ArrowException)  # errors of a damaged file
 
 
@@ -130,13 +131,15 @@ class Corpus:
                 text = content.decode("utf-8-sig")
             text.encode()
         except UnicodeDecodeError:
-            return "", "not UTF-8"
+            return "", UTF_16 if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "not UTF-8"
         except UnicodeEncodeError:
             return "", "invalid Unicode (a lone surrogate)"
         except (json.JSONDecodeError, RecursionError):  # the latter for deep nesting
             return "", "not JSON"
         except ValueError as error:
             return "", str(error)
+        if 4 * text.count("\0") > len(text):  # without a mark, ASCII in UTF-16 is also UTF-8
+            return "", UTF_16
         return text, "" if text else "empty"
 
     def _text_of_record(self, content: bytes) -> str:

@@ -90,14 +90,14 @@ def test_a_table_gives_its_rows(tmp_path):
         texts(find_corpus(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_with_its_name(tmp_path, name):
+@pytest.mark.parametrize(("name", "encoding"), [("a.txt", "utf-16"), ("a.jsonl", "utf-16"), ("a.txt", "utf-16-le")])
+def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_with_its_name(tmp_path, name, encoding):
     content = jsonl({"text": "words"}) if name == "a.jsonl" else "words"
     (tmp_path / "b.txt").write_text("another")
     (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
     assert "words" in texts(find_corpus(str(tmp_path))).values()
-    (tmp_path / name).write_bytes(content.encode("utf-16"))
-    with pytest.raises(UserError, match=rf"{name}.*not UTF-8"):
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    with pytest.raises(UserError, match=rf"{name}.*UTF-16, not UTF-8"):
         texts(find_corpus(str(tmp_path)))
 
 
