@@ -161,6 +161,7 @@ def test_a_run_writes_what_it_promises(untouched):
     assert json.loads((untouched / "config.json").read_text())["config"]["model"]["width"] == 32
 
 
+@pytest.mark.medium
 def test_a_folder_whose_owner_has_no_name_here_is_read_and_continued(folder, untouched, monkeypatch, capsys):
     """As with `docker --user`, OpenShift and NFS."""
     monkeypatch.chdir(folder)
@@ -202,6 +203,7 @@ def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
 
 
+@pytest.mark.medium
 def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(folder, untouched, monkeypatch, capfd):
     """Send SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and repeat the command each time. A second
     process is refused while one writes to the run."""
@@ -241,6 +243,7 @@ def test_a_ctrl_c_that_also_ends_the_reader_of_the_log_saves(folder):
     assert (saved["event"], stop["event"], saved["step"]) == ("saved", "stop", stop["step"])
 
 
+@pytest.mark.medium
 def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
     """The second stage starts with row 160, in step 10."""
     monkeypatch.chdir(folder)
@@ -275,6 +278,7 @@ def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
     assert capsys.readouterr().out != output
 
 
+@pytest.mark.medium
 def test_evaluate_writes_core_with_a_picture(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     make_bundle(folder / "bundle")
@@ -559,6 +563,7 @@ def test_a_renamed_run_resumes_and_a_lost_config_is_restored_from_a_checkpoint(f
     assert json.loads(Path("renamed/config.json").read_text()) == record
 
 
+@pytest.mark.medium
 def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_sound_one_nothing_starts(
     folder, untouched, monkeypatch, capfd
 ):

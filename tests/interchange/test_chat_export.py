@@ -85,6 +85,7 @@ def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat
     assert differ > 100
 
 
+@pytest.mark.medium
 def test_the_pipeline_gives_our_greedy_answer(chat):
     config, params, folder = chat
     pipeline = transformers.pipeline("text-generation", model=str(folder), trust_remote_code=True)

@@ -114,6 +114,7 @@ def test_64_greedy_tokens_of_transformers_own_class_are_equal(tmp_path):
     np.testing.assert_array_equal(greedy(config, params, 64), theirs.numpy())
 
 
+@pytest.mark.medium
 def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everything):
     config, params, folder = everything
     ours, theirs = greedy(config, params, 64), loaded(folder)
@@ -135,6 +136,7 @@ def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everyth
         theirs(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.medium
 def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
     config, params, folder = pair
     inputs, targets = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
@@ -157,6 +159,7 @@ def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
     assert not by_name
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["plain", "all features"])
 def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(name, tmp_path, everything):
     """Rows have 3 to 39 targets each, so a mean of micro-batches' means differs. One step of SGD shows the gradient."""
@@ -255,6 +258,7 @@ def umask() -> int:
     return mask
 
 
+@pytest.mark.medium
 def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
     """Run train.py, export.py --verify, transformers and train.py --init_from with a network for the modeling file."""
     from tests.test_train import CONFIG, run

@@ -60,6 +60,7 @@ def temporaries(length):
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q, ids).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.medium
 def test_without_a_kernel_memory_is_linear_in_the_length(monkeypatch):
     """A CPU keeps the scores of up to 2,048 positions; a GPU keeps none."""
     kept = temporaries(2048)

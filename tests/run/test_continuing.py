@@ -98,6 +98,7 @@ def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monk
     assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command is still accepted
 
 
+@pytest.mark.medium
 def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_complete(folder, monkeypatch, capsys):
     run_dir = copy_of(folder, "longer")
     summary = (run_dir / "summary.json").read_text()

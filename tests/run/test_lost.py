@@ -74,6 +74,7 @@ def test_a_damaged_checkpoint_on_another_disk_is_set_aside_there(tmp_path):
     assert facts["step"] == 1 and len(list((tmp_path / "disk" / "bad-checkpoints").iterdir())) == 1
 
 
+@pytest.mark.medium
 def test_rates_that_end_in_infinity_save_only_what_is_finite(folder, monkeypatch, capfd):  # noqa: F811
     monkeypatch.chdir(folder)
     words = ("--config=tiny.py", "--run_dir=wild", "--steps=40", "--checkpoint.every_steps=5")
@@ -85,6 +86,7 @@ def test_rates_that_end_in_infinity_save_only_what_is_finite(folder, monkeypatch
     assert "not usable" in output.err and "nan" not in output.out
 
 
+@pytest.mark.medium
 def test_a_run_whose_folder_is_deleted_meanwhile_ends_with_1(folder, monkeypatch, capfd):  # noqa: F811
     monkeypatch.chdir(folder)
     save = Saver.save

@@ -134,6 +134,7 @@ def test_each_question_trains_with_its_options_and_the_answers_are_options(train
     assert {path.name for path in Path("out").glob("*.png")} == {"micro-batch.png", "batch.png", "rate.png"}
 
 
+@pytest.mark.medium
 def test_a_second_start_repeats_no_complete_run_and_other_options_repeat_them(trained):
     trained.interrupted_at = 12
     with pytest.raises(KeyboardInterrupt):

@@ -17,6 +17,7 @@ def params_on(devices, seed=0):
     return build(replace(tiny_config(), seed=seed), jax.devices()[:devices]).create_state().params
 
 
+@pytest.mark.medium
 def test_the_seed_decides_the_parameters_and_the_mesh_does_not():
     of = lambda devices, seed: params_sha256(params_on(devices, seed), tiny_config().model)
     one, eight, other = of(1, 0), of(8, 0), of(8, 1)

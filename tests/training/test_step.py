@@ -107,6 +107,7 @@ def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, d
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
+@pytest.mark.medium
 def test_bfloat16_split_stays_close():
     config = tiny_config(dtype="bfloat16")
     rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
@@ -142,6 +143,7 @@ def packed_and_apart(seed: int) -> tuple[dict, dict]:
     return packed | {"segment_ids": segments}, apart
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("sizes", "devices"), [((1, 1, 1), 1), ((2, 2, 2), 8)])
 def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, devices):
     config, separate = tiny_config(rows=8, rows_per_device=2, kv_heads=4), tiny_config(rows=16, kv_heads=4)

@@ -62,6 +62,7 @@ def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
     assert metrics[0]["grad_norm"] > 1.001 * plain["grad_norm"]
 
 
+@pytest.mark.medium
 def test_memory_of_chunks():
     whole, parts = memory(2), memory(2, loss_chunks=8)
     logits = 4 * 4 * 128 * SIZES["vocab_size"]
