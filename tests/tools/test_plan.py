@@ -77,6 +77,7 @@ def test_a_small_plan_here_prints_its_products_and_options(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # a TPU's compiler takes ten minutes of a processor
 @pytest.mark.parametrize(("topology", "compiler"), [("h100:1", "jax_cuda13_plugin"), ("v5e:4x4", "libtpu")])
 def test_memory_that_small_programs_predict_is_that_of_the_whole_one_within_a_twentieth(topology, compiler):
     """Compare the plan of plain depth 12 with the whole program of the same rows."""
