@@ -42,6 +42,7 @@ COMMITTED = "commit_success.txt"  # in a bucket: written last
 UNFINISHED = "unfinished"  # in a bucket: there while a checkpoint is written or deleted by its run
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
 T = TypeVar("T")
+CONTENT = (ValueError, LookupError, OSError)  # what Orbax, tensorstore and json raise for a damaged or missing file
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
 
@@ -221,13 +222,13 @@ def read_facts(folder: epath.Path) -> dict:
 
 @contextmanager
 def _damage(checkpoint: epath.Path) -> Iterator[None]:
-    """Turn errors of reading a checkpoint into Damaged, or StorageLost if it is gone, except a disk's or of memory."""
+    """Turn errors of a file's content into Damaged, or StorageLost if the checkpoint is gone. Others are a disk's that
+    may pass, or our own."""
     try:
         yield
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise
     except Exception as error:
-        if is_transient(error) or isinstance(error, PermissionError):
+        of_content = any(isinstance(cause, CONTENT) for cause in causes(error))  # Orbax raises a plain Exception
+        if not of_content or is_transient(error) or isinstance(error, PermissionError):
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{permission_hint(error)}") from error

@@ -225,6 +225,14 @@ def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_
     assert {"d", "metadata"} <= noticed  # the arrays' files and the facts
 
 
+def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):
+    saved(tmp_path, (4, 8))
+    monkeypatch.setattr("run.checkpoint.read_arrays", Mock(side_effect=TypeError("a defect")))
+    with pytest.raises(TypeError, match="a defect"):
+        Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1])
+    assert names(tmp_path) == ["4", "8"]
+
+
 def test_another_network_or_optimizer_is_refused_with_what_differs(tmp_path):
     saved(tmp_path)
     config, abstract = tiny_config(), state_on(1)[1]
