@@ -72,7 +72,9 @@ class RunLock:
     def _leave_nothing(self) -> None:
         """Delete what a refused start made."""
         folder = self.path.parent
-        if not self.has_steps:
+        # metrics.jsonl and a saved checkpoint are of steps that this start took itself.
+        began = (folder / "metrics.jsonl").exists() or finished_steps(epath.Path(folder) / "checkpoints")
+        if not self.has_steps and not began:
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
         if not (folder / "config.json").exists():

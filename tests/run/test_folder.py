@@ -176,6 +176,18 @@ def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config)
     assert sorted(path.name for path in folder.iterdir()) == kept
 
 
+def test_a_mistake_that_is_found_after_the_first_step_deletes_no_record(config):
+    folder = Path(config.run_dir)
+    with pytest.raises(UserError, match="a shard has changed"), RunLock(folder) as lock:
+        run_folder.open_run(config, "print", False, lock)
+        Events(folder).add("saved", 1)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
+        raise UserError("a shard has changed")
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "events.jsonl", "metrics.jsonl"}
+    with pytest.raises(UserError, match="seed: 0 -> 7"):
+        open_run(replace(config, seed=7), "print", False)
+
+
 def test_a_bucket_that_cannot_be_read_is_named(config, gcs):
     gcs.forbidden = True
     with pytest.raises(UserError, match=r"^--run_dir=gs://bucket/run cannot be read: Forbidden"):
