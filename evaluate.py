@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
+from configs.files import in_bucket
 from configs.messages import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
@@ -111,7 +112,7 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
     mistakes = [
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
-            keeps and folder.startswith("gs://") and not arguments.out,
+            keeps and in_bucket(folder) and not arguments.out,
             f"--out=FOLDER is missing: results are not written to {folder}",
         ),
         (
@@ -179,7 +180,7 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     network = open_network(folder, mesh, arguments.step)
     ours, theirs = measure_text(network, folder, sources, out), None
     if against:
-        out = f"{out}/against" if arguments.out or against.startswith("gs://") else against
+        out = f"{out}/against" if arguments.out or in_bucket(against) else against
         theirs = measure_text(open_network(against, mesh), against, sources, out)
     return results_of(sources, ours, theirs)
 

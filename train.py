@@ -69,7 +69,8 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Ex
 
     in_loop = stop.deferred_signals()
     with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
-        evaluate_if_due(step, state.params, evaluator, log, stop)
+        if not on_first_process(lambda: step in scores(config.run_dir, "val_loss")):
+            evaluate_if_due(step, state.params, evaluator, log, stop)
         while step < config.steps and not stop.agreed():
             profile.before(step + 1, state)
             batch = log.clock.next_batch(batches)
@@ -104,14 +105,12 @@ def is_due(step: int, every: int) -> bool:
 
 
 def evaluate_if_due(step: int, params: dict, evaluator: Evaluator, log: MetricsLog, stop: Stop) -> None:
-    """Evaluate the network after `step`, with samples, if that is due and not on record. A request to stop ends an
-    evaluation, and the next start repeats it. Every process must call it."""
+    """Evaluate the network after `step`, with samples, if that is due. A request to stop ends an evaluation, and the
+    next start repeats it. Every process must call it."""
     config = log.config
     if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
         return
     log.read()
-    if on_first_process(lambda: step in scores(config.run_dir, "val_loss")):
-        return
     with log.clock.paused(), log.paused("an evaluation", "evaluation"):
         jax.block_until_ready(params)
         results = evaluator(params, stop.agreed)

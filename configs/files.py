@@ -1,4 +1,4 @@
-"""Atomic writes, and the cache folder."""
+"""Atomic writes, buckets, and the cache folder."""
 
 import os
 from io import BytesIO
@@ -15,6 +15,11 @@ def cache_dir() -> Path:
         return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
     except RuntimeError as error:
         raise UserError(f"no home folder to keep prepared data in ({error}); set TOKENSUM_CACHE to a folder") from error
+
+
+def in_bucket(folder: Any) -> bool:
+    """Return whether a folder is in a bucket."""
+    return str(folder).startswith("gs://")
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:

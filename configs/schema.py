@@ -65,7 +65,7 @@ class ModelConfig:
     """Channels of one head; even, since rotary positions turn pairs of channels."""
     vocab_size: Annotated[int, Meta(ge=MIN_VOCAB_SIZE)] = 32768
     """Tokens of the tokenizer, the BOS included."""
-    softcap: Positive[float] = 15.0
+    softcap: InFile[Positive[float]] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
     87.3 - log(vocab_size): the loss divides by the sum of exp(logit), and float32 ends at exp(88.7) and exp(-87.3)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
@@ -84,7 +84,7 @@ class ModelConfig:
     window_pattern: str = "L"
     """Attention window of each block; the pattern repeats. L sees all earlier tokens of the row, S sees `short_window`
     tokens back (nanochat: SSSL). The last block is always L."""
-    short_window: NotNegative[int] = 0
+    short_window: InFile[NotNegative[int]] = 0
     """Earlier tokens that a position sees in S blocks. 0: a quarter of `batch.sequence_length`, rounded up to a
     multiple of 128."""
     value_embeddings: bool = False
@@ -124,8 +124,6 @@ class DataConfig:
     BPE of `model.vocab_size` tokens."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of raw text's documents to hold out, chosen by a hash of their texts."""
-    max_epochs: Free[NotNegative[float]] = 0.0
-    """Most epochs of a source in a run; a run with more is refused. 0: no limit."""
     packing: Packing = "stream"
     """`stream`: documents, each after a BOS, form one long stream that is cut into rows; nothing is padded or lost.
     `best_fit`: complete documents share rows, and every row starts with a BOS; documents longer than a row are cut.
@@ -135,10 +133,7 @@ class DataConfig:
     mask_documents: bool = False
     """Restrict attention to a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: Free[NotNegative[int]] = 2
-    """Threads that read batches ahead; at least 8 from a URL."""
-    copy: Free[Literal["none", "all"]] = "none"
-    """For a dataset at a URL. `none`: read rows from there, and cache up to 20 GB of them on this machine. `all`: first
-    copy the complete dataset to this machine."""
+    """Threads that read batches ahead; at least 8 from a URL, whose rows this machine caches (20 GB)."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ class GroupConfig:
     """Decay of the second moment."""
     eps: InFile[Positive[float]] = 1e-10
     """Number added to the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.0
+    weight_decay: InFile[NotNegative[float]] = 0.0
     """Decoupled weight decay: a step subtracts `rate * weight_decay * parameter`."""
 
 
@@ -197,7 +192,7 @@ class GroupConfig:
 class X0LambdasConfig(GroupConfig):
     """The group of `model.x0_lambdas`, whose rate is high."""
 
-    warmup_steps: NotNegative[int] = 0
+    warmup_steps: InFile[NotNegative[int]] = 0
     """Steps of linear warmup of this group's rate, if more than `optimizer.schedule.warmup_steps`."""
 
 
@@ -205,6 +200,8 @@ class X0LambdasConfig(GroupConfig):
 class MatricesConfig(GroupConfig):
     """The matrices of the blocks."""
 
+    weight_decay: NotNegative[float] = 0.0
+    """Decoupled weight decay, as the other groups'."""
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon` uses the options of `optimizer.muon`, and ignores this group's other ones."""
 
@@ -216,7 +213,7 @@ class MuonConfig:
     peak_rate: Positive[float] = 0.02
     """Learning rate that the schedule multiplies. For a matrix with more outputs than inputs, it is multiplied by the
     root of their ratio."""
-    momentum: Decay = 0.97
+    momentum: InFile[Decay] = 0.97
     """Decay of the first moment (Nesterov), after its own warmup and until the rate's warmdown."""
     momentum_start: InFile[Decay] = 0.85
     """At step 0."""
@@ -289,22 +286,10 @@ class CheckpointConfig:
 
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training continues."""
-    every_minutes: Free[NotNegative[float]] = 0.0
-    """Also save when this many minutes have passed since the last checkpoint, checked at logged steps. This bounds the
-    loss by a kill, whatever the speed of steps. 0: only `every_steps`."""
     keep: Free[Positive[int]] = 2
     """Number of newest checkpoints to keep; the best by val_bpb is kept too."""
     keep_every: Free[NotNegative[int]] = 0
     """Also keep checkpoints of steps that are multiples of this. 0: none."""
-
-
-@dataclass(frozen=True)
-class StabilityConfig:
-    """Reaction to a jump of the loss."""
-
-    spike_factor: NotNegative[float] = 1.5
-    """Report a step, with its rows, if its loss exceeds this many times the median of the 64 steps before it. 0:
-    none."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +302,7 @@ class EvalConfig:
     """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it if it has fewer."""
     prompts: tuple[str, ...] = ("", "", "")
     """Prompts to continue after each evaluation; an empty one starts a document."""
-    sample_tokens: Positive[int] = 64
+    sample_tokens: InFile[Positive[int]] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
 
 
@@ -393,15 +378,12 @@ class Config:
     """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     init_optimizer: bool = False
     """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
-    resume: Free[Literal["auto", "never", "must"]] = "auto"
-    """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: Free[MeshConfig] = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    stability: StabilityConfig = field(default_factory=StabilityConfig)
     eval: Free[EvalConfig] = field(default_factory=EvalConfig)
     log: Free[LogConfig] = field(default_factory=LogConfig)
     diagnostics: Free[DiagnosticsConfig] = field(default_factory=DiagnosticsConfig)
@@ -410,8 +392,8 @@ class Config:
 
 
 # Options of the runs that a command makes to measure a recipe, whatever the recipe's own are.
-MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.keep": 1, "profile.steps": ""}
-MEASURED |= {"checkpoint.keep_every": 0, "log.on_event": "", "log.wandb": ""}
+MEASURED: dict[str, object] = {"checkpoint.keep": 1, "checkpoint.keep_every": 0, "profile.steps": ""}
+MEASURED |= {"log.on_event": "", "log.wandb": ""}
 
 
 def options(config: object, prefix: str = "") -> dict[str, object]:

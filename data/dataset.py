@@ -61,9 +61,8 @@ class Text:
         shown = shortest(self.names)
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
-    def outlook(self, rows: int, length: int, max_epochs: float) -> str:
-        """Return a line on the epochs of each dataset in a run of `rows` rows, and on those that run out. Raise
-        UserError if one is read more than `max_epochs` times (0: no limit)."""
+    def outlook(self, rows: int, length: int) -> str:
+        """Return a line on the epochs of each dataset in a run of `rows` rows, and on those that run out."""
         parts, never = [], [s.starts for s in self.mixture.stages if s.starts >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
@@ -71,13 +70,6 @@ class Text:
                 again = self.mixture.row_after(i, size + 1, rows) - 1
                 out = f", whose rows come again after {again * length:,} tokens"
             parts.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
-            if max_epochs and taken > max_epochs:
-                end = self.mixture.row_after(i, int(max_epochs * size) + 1, rows) - 1
-                raise UserError(
-                    f"--data.max_epochs={max_epochs:g}, but the run goes through {self.names[i]} {taken:.3g} times: "
-                    f"its {size * length:,} tokens run out after {end * length:,} of the run's {rows * length:,} "
-                    "tokens; give more of it, a smaller share, or fewer steps"
-                )
         if never:
             parts.append(f"and ends before the stage from={never[0]:,}")
         return "the run goes through " + "; ".join(parts)

@@ -126,9 +126,8 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
     if "://" in source and not os.path.exists(folder):
         store = Store(source)
         folder, shards = _copied(store, config, cache)
-        if config.copy != "all":
-            kept = BlockCache(cache / "blocks", CACHE_GB)
-            opened = lambda path: StoredShard(store, path, kept, cache / "examined")
+        kept = BlockCache(cache / "blocks", CACHE_GB)
+        opened = lambda path: StoredShard(store, path, kept, cache / "examined")
     elif source and os.path.isdir(folder):
         shards = [path.name for path in folder.glob("*.bin")]
     if os.path.exists(folder / "dataset.json"):
@@ -168,8 +167,8 @@ def _not_a_dataset(source: str) -> UserError:
 
 
 def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[str]]:
-    """Copy the small files, and with `config.copy` the shards. Return the folder, whose name changes with dataset.json,
-    or without one, with any file; and the names of the shards."""
+    """Copy the small files. Return the folder, whose name changes with dataset.json, or without one, with any file; and
+    the names of the shards."""
     shards = [name for name in store.facts if re.fullmatch(r"[^/]+\.bin", name)]
     version: object = [store.version(name) for name in store.facts]
     if "dataset.json" in store.facts:
@@ -180,8 +179,6 @@ def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[s
     indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
     small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
     store.copy([name for name in store.facts if small.fullmatch(name)], folder)
-    if config.copy == "all":
-        store.copy(shards, folder)
     return folder, shards
 
 

@@ -1,9 +1,8 @@
 """Batches as a pure function of (rows, seed, position): no iterator has a state to save.
 
-A step of G rows takes the next G of an endless sequence. The
-sequence is a fresh permutation of all rows in each epoch. A mixture interleaves its datasets' sequences by their shares
-(data/mixture.py). Row i of a step's G is row i % B of micro-batch i // B. The mesh determines its device, and each
-process reads only its own rows.
+A step of G rows takes the next G of an endless sequence. The sequence is a fresh permutation of all rows in each epoch.
+A mixture interleaves its datasets' sequences by their shares (data/mixture.py). Row i of a step's G is row i % B of
+micro-batch i // B. The mesh determines its device, and each process reads only its own rows.
 """
 
 import sys

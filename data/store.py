@@ -1,4 +1,4 @@
-"""A dataset in a bucket, or anywhere that fsspec reaches: rows are read from there, or everything is copied first.
+"""A dataset in a bucket, or anywhere that fsspec reaches: rows are read from there.
 
 Small files (dataset.json, the tokenizer, the shards' sidecars) are copied to this machine at the start. Blocks of
 shards are read when rows need them, many at a time, and checked. A file on this machine caches them. A failed request
@@ -10,10 +10,10 @@ import json
 import logging
 import os
 import random
-import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,15 +21,13 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import fsspec
 import numpy as np
 from fsspec.asyn import sync
 from jaxtyping import Integer
 
-from configs.files import shown_bytes
-from configs.messages import progress
+from configs.files import write_whole
 from configs.retry import CLIENTS, first_line, is_transient, status_of
 from configs.schema import UserError
 from data.shards import BLOCK_BYTES, HEADER_BYTES, Blocks, LocalShard, blocks_of, changed, read_blocks, remember
@@ -167,44 +165,23 @@ class Store:
         return blocks_of(parts, f"{self.url}/{name}", size)
 
     def copy(self, names: Sequence[str], folder: Path) -> None:
-        """Copy the files that a folder lacks into it, several at a time. Raise UserError if there is no room."""
+        """Copy the small files that a folder lacks into it, several at a time."""
         if all((folder / name).exists() for name in names):
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process of this machine that copies
-                self._copy([name for name in names if not (folder / name).exists()], folder)
+                copied = readers().map(lambda name: self._copy_file(name, folder), names)
+                deque(copied, maxlen=0)  # wait for all, and raise what one of them raised
         except OSError as error:
             raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command continues") from error
 
-    def _copy(self, names: list[str], folder: Path) -> None:
-        for partial in folder.rglob("*.partial"):
-            partial.unlink()
-        needed, free = sum(self.facts[name]["size"] for name in names), shutil.disk_usage(folder).free
-        if needed > free:
-            raise UserError(
-                f"{self.url} needs {shown_bytes(needed)} in {folder}, but only {shown_bytes(free)} are free"
-            )
-        few = needed <= CHUNK_BLOCKS * BLOCK_BYTES
-        with progress(total=needed, unit="B", unit_scale=True, disable=few, desc="copying") as bar:
-            for size in readers().map(lambda name: self._copy_file(name, folder), names):
-                bar.update(size)
-
-    def _copy_file(self, name: str, folder: Path) -> int:
-        """Copy one file, and check it if its sidecar is in the folder. Return its size."""
-        size, record = self.facts[name]["size"], read_blocks(folder / name)
-        if record is not None:
-            record.type_of(f"{self.url}/{name}", size)
-        partial = folder / f"{name}.{uuid4().hex}.partial"  # a thread of an interrupted copy may still write its own
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            for first in range(0, -(-size // BLOCK_BYTES), CHUNK_BLOCKS):
-                file.write(self.blocks(name, first, first + CHUNK_BLOCKS, record))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / name)
-        return size
+    def _copy_file(self, name: str, folder: Path) -> None:
+        path = folder / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.read(name, 0, self.facts[name]["size"]))
 
 
 class BlockCache:

@@ -85,12 +85,12 @@ def on_mesh(
     Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
     """
     graphdef, _ = split_model(config, dtype)
-    places = parameter_layouts(config, mesh)
+    layouts = parameter_layouts(config, mesh)
 
     def for_one_device(params: dict, *arrays: Any) -> Any:
-        return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)
+        return function(nnx.merge(graphdef, all_gather_data(params, layouts, dtype)), *arrays)
 
-    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, places), *in_specs), out_specs)
+    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, layouts), *in_specs), out_specs)
 
 
 def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Callable[..., Scores]:

@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import shown_bytes
+from configs.files import in_bucket, shown_bytes
 from configs.retry import first_line, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
@@ -75,12 +75,11 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def problems_here(config: Config) -> list[str]:
-    """Return the problems of this host with the run's folder and with its GPUs. Every process
-    must call it."""
+    """Return the problems of this host with the run's folder and with its GPUs. Every process must call it."""
     lacks = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
     problems = [lacks] * bool(lacks)
     shared = config.run_dir
-    if shared.startswith("gs://"):
+    if in_bucket(shared):
         return problems + on_first_process(lambda: with_retries(shared, lambda: refusals(epath.Path(shared))))
     folder, until = Path(shared).absolute(), time.monotonic() + VISIBLE_SECONDS
     made = on_first_process(folder.is_dir)

@@ -5,14 +5,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.files import cache_dir
+from configs.files import cache_dir, in_bucket
 from configs.retry import with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.init_from import is_run, network_config, tokenizer_in
 from run.checkpoint import finished_steps
-from run.folder import checkpoint_folder, record_of
+from run.folder import record_of
 from run.record import fetch_locally
 
 
@@ -39,7 +39,7 @@ def base_of_chat(config: Config) -> Base:
             f"the tokenizer of {config.init_from} lacks tokens of conversations ({', '.join(missing)}). Train another "
             "network to start from, with a tokenizer that data.prepare or raw text trains: they reserve these tokens"
         )
-    if config.init_from.startswith("gs://"):
+    if in_bucket(config.init_from):
         home = kept(tokenizer)
     return Base(base, str(home), is_run(folder))
 
@@ -48,7 +48,7 @@ def begun_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
-    if not with_retries(config.run_dir, lambda: finished_steps(checkpoint_folder(config))):
+    if not with_retries(config.run_dir, lambda: finished_steps(config.run_dir)):
         return None
     begun = record_of(config.run_dir)[1]
     if begun.init_from != config.init_from:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import safe_open
 
-from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError, roles
+from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, Role, UserError, roles
 from model.attention import has_value_embedding, window_of
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
@@ -129,7 +129,9 @@ def own_config(config: Config) -> dict[str, Any]:
 
 def function_options(model: ModelConfig) -> dict[str, Any]:
     """Return the options that determine a network's function."""
-    return {name: getattr(model, name) for name, meanings in roles(ModelConfig).items() if not meanings}
+    return {
+        name: getattr(model, name) for name, of in roles(ModelConfig).items() if not of & {Role.FREE, Role.TRAINING}
+    }
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:

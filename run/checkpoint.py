@@ -30,10 +30,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, Bool, UInt32
 
+from configs.files import in_bucket
 from configs.retry import StorageLost, causes, first_line, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
-from run.record import in_bucket, reading, storage_path
+from run.record import reading, storage_path
 from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
@@ -58,8 +59,14 @@ def is_there(path: epath.Path) -> bool:
     return True
 
 
-def finished_steps(folder: epath.Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a `checkpoints` folder, in order."""
+def checkpoint_folder(run_dir: str | Path) -> epath.Path:
+    """Return the folder of a run's checkpoints."""
+    return storage_path(run_dir) / "checkpoints"
+
+
+def finished_steps(run_dir: str | Path) -> list[int]:
+    """Return the steps of a run's complete checkpoints, in order."""
+    folder = checkpoint_folder(run_dir)
     if not is_there(folder):
         return []
     last_written = COMMITTED if in_bucket(folder) else FACTS
@@ -73,8 +80,8 @@ class Checkpoints:
     def __init__(self, run_dir: str | Path):
         """Open the folder. Raise UserError if it cannot be used. Every process must make one, and call its methods
         together."""
-        self.folder = storage_path(run_dir) / "checkpoints"
-        find = lambda: finished_steps(self.folder)
+        self.folder = checkpoint_folder(run_dir)
+        find = lambda: finished_steps(run_dir)
         with reading(f"the checkpoints in {run_dir}"):
             self.steps: list[int] = on_first_process(lambda: with_retries(str(self.folder), find))
         """Steps of the complete checkpoints, in order; the same on every process."""

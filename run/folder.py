@@ -15,27 +15,24 @@ from typing import IO, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import jax
-from etils import epath
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.files import write_whole
+from configs.files import in_bucket, write_whole
 from configs.messages import LOGGER
 from configs.retry import with_retries
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process
 from hosts.runtime import versions
-from run.checkpoint import finished_steps, read_facts
+from run.checkpoint import checkpoint_folder, finished_steps, read_facts
 from run.record import (
     Events,
     fetch_locally,
     fetch_record,
-    in_bucket,
     local_path,
     read_metrics,
     saved_up_to,
-    storage_path,
 )
 from training.mesh import device_groups
 
@@ -73,7 +70,7 @@ class RunLock:
         """Delete what a refused start made."""
         folder = self.path.parent
         # metrics.jsonl and a saved checkpoint are of steps that this start took itself.
-        began = (folder / "metrics.jsonl").exists() or finished_steps(epath.Path(folder) / "checkpoints")
+        began = (folder / "metrics.jsonl").exists() or finished_steps(self.run_dir)
         if not self.has_steps and not began:
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
@@ -153,9 +150,9 @@ class RunStatus(NamedTuple):
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
     """Claim `config.run_dir` for this config, before any compute, and return the run's status.
 
-    Raise UserError if the folder contains something else, cannot be written, or is in use by another process. Raise it
-    also if an option that changes the result differs without acceptance, or if `resume` forbids the folder's state.
-    Delete nothing, and record no change yet (`accept`). Only the first process may call it.
+    Raise UserError if the folder contains something else or cannot be written, or if an option that changes the result
+    differs without acceptance. Delete nothing, and record no change yet (`write_start_record`). Only the first process
+    may call it.
     """
     return _writing(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
 
@@ -170,8 +167,8 @@ def _writing(run_dir: str | Path, function: Callable[[], T]) -> T:
 
 def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
     folder = local_path(config.run_dir)
-    record, checkpoints = folder / "config.json", checkpoint_folder(config)
-    if not record.exists() and (saved := _saved_facts(checkpoints)):
+    record = folder / "config.json"
+    if not record.exists() and (saved := _saved_facts(config.run_dir)):
         first = config_from_json(json.dumps(saved["config"]))
         write_record(record, first, saved["dataset"], [], saved.get("run_id", ""))
         LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
@@ -184,11 +181,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     events = Events(folder).read()
     # Steps only in the metrics: a run before its first checkpoint, or a version without events.
     logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
-    has_steps = saved_up_to(events) or logged or finished_steps(checkpoints)
-    if config.resume == "must" and not has_steps:
-        raise UserError(f"--resume=must, but there is no run in {folder}")
-    if config.resume == "never" and has_steps:
-        raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
+    has_steps = saved_up_to(events) or logged or finished_steps(config.run_dir)
     if not has_steps:  # a start without a step does not bind later ones
         lock.has_steps, run_id = False, uuid4().hex
         write_record(record, config, fingerprint, [], run_id)
@@ -211,11 +204,11 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     return RunStatus(changes, _finished(folder), saved, facts.get("run_id", ""))
 
 
-def _saved_facts(checkpoints: epath.Path) -> dict[str, Any] | None:
+def _saved_facts(run_dir: str | Path) -> dict[str, Any] | None:
     """Return the run's facts from its newest readable checkpoint."""
-    for step in reversed(finished_steps(checkpoints)):
+    for step in reversed(finished_steps(run_dir)):
         with suppress(ValueError, OSError):
-            return read_facts(checkpoints / str(step))
+            return read_facts(checkpoint_folder(run_dir) / str(step))
     return None
 
 
@@ -226,19 +219,14 @@ def _finished(folder: Path) -> int:
         return 0
 
 
-def checkpoint_folder(config: Config) -> epath.Path:
-    """Return the folder of a run's checkpoints."""
-    return storage_path(config.run_dir) / "checkpoints"
-
-
 def require_checkpoints(config: Config, saved: int) -> None:
     """Raise UserError if a run was saved up to step `saved`, and its checkpoints are gone: a new start would erase its
     record."""
-    folder = checkpoint_folder(config)
-    if saved and not finished_steps(folder):
+    if saved and not finished_steps(config.run_dir):
         raise UserError(
-            f"{config.run_dir} was saved up to step {saved}, and {folder} holds no checkpoint now: is its disk "
-            "mounted, were they moved, or deleted? Bring them there, or start a new run with another --name"
+            f"{config.run_dir} was saved up to step {saved}, and {checkpoint_folder(config.run_dir)} holds no "
+            "checkpoint now: is its disk mounted, were they moved, or deleted? Bring them there, or start a new run "
+            "with another --name"
         )
 
 
@@ -261,7 +249,7 @@ def write_start_record(
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = fetch_locally(run_dir) / "config.json"
-    if not record.is_file() and finished_steps(storage_path(run_dir) / "checkpoints"):
+    if not record.is_file() and finished_steps(run_dir):
         raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))

@@ -35,6 +35,7 @@ from training.step import Metrics
 MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 WINDOW = 64  # losses kept to compare a loss with
 ENOUGH = 16  # fewest losses to compare a loss with
+SPIKE = 1.5  # times their median that a loss must exceed to be reported
 WORSE_IN_A_ROW = 3  # one or two worse evaluations are common while the rate is high
 
 
@@ -56,13 +57,14 @@ class MetricsLog:
     """Writes a line for each logged step, and reports skipped steps, spikes of the loss, and overfitting.
 
     It reads a step's metrics while the devices compute the next step, so they never wait for the host. `read` reads
-    the newest at once. Twelve attributes: one reading of the metrics serves the file, the bar, the reports and the
-    watchdog. Every process must have one, and call its methods together."""
+    the newest at once. It has many attributes: one reading of the metrics serves the file, the bar, the reports and
+    the watchdog. Every process must have one, and call its methods together."""
 
     def __init__(self, built: Build, text: Text, start: ResumePoint, batches: StepBatches, times: Times):
         """Drop the lines after `start`. `batches` are those that follow it, by number."""
         config = self.config = built.config
-        self.built, self.text, self.start, self.batches, self.times = built, text, start, batches, times
+        self.built, self.text, self.batches, self.times = built, text, batches, times
+        self.start_step, self.start_tokens = start.step, start.tokens
         self.unread: tuple[int, Metrics] | None = None
         """The newest step, whose metrics the devices may still compute."""
         self.losses = deque(start.losses, WINDOW)
@@ -94,7 +96,7 @@ class MetricsLog:
 
     def tokens(self, step: int) -> int:
         """Return the tokens of the run up to `step`."""
-        return self.start.tokens + (step - self.start.step) * self.config.batch.tokens_per_step
+        return self.start_tokens + (step - self.start_step) * self.config.batch.tokens_per_step
 
     def facts(self, step: int) -> dict:
         """Return what a checkpoint of `step` keeps for the log of a later start."""
@@ -166,10 +168,9 @@ class MetricsLog:
         usual = median(self.losses) if len(self.losses) >= ENOUGH else math.inf
         if math.isfinite(loss):
             self.losses.append(loss)
-        factor = self.config.stability.spike_factor
-        if not factor or not loss > factor * usual:
+        if not loss > SPIKE * usual:
             return
-        rows = self.text.preview_batch(self.batches.row_numbers(step - 1 - self.start.step))
+        rows = self.text.preview_batch(self.batches.row_numbers(step - 1 - self.start_step))
         spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
         LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step - 1}")
         self.write(step, {"spike": {"loss": loss, "median": usual, **rows}})

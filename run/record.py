@@ -6,7 +6,7 @@ bucket at a start, and uploaded before each checkpoint is complete and at the en
 
 events.jsonl has these lines. `fitted`: the options that `batch.rows_per_device=auto` chose. `start`: the step, the
 tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a complete checkpoint.
-`went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the step before, and the rows of the next start.
+`went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the rows of the next start.
 `stop`: the last step, the exit code, and the process's seconds by activity (run/clock.py). Events identify a run whose
 checkpoints are gone, and the batch that each step saw.
 """
@@ -27,7 +27,7 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.files import append_whole
+from configs.files import append_whole, in_bucket
 from configs.retry import StorageLost, first_line, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 
@@ -109,11 +109,6 @@ def finite(value: Any, instead: Callable[[float], Any] = lambda number: None) ->
 def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
     """Return `val_bpb`, or another figure, of each step that has it, if finite."""
     return {line["step"]: figure for line in read_metrics(run_dir) if (figure := line.get(name)) is not None}
-
-
-def in_bucket(folder: Any) -> bool:
-    """Return whether a folder is in a bucket."""
-    return str(folder).startswith("gs://")
 
 
 def storage_path(folder: str | Path) -> epath.Path:

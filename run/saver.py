@@ -24,6 +24,7 @@ from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs import retry
+from configs.files import in_bucket
 from configs.messages import LOGGER
 from configs.retry import StorageLost, described, first_line, permission_hint, with_retries
 from configs.schema import CheckpointConfig, UserError
@@ -36,13 +37,14 @@ from run.checkpoint import (
     Checkpoints,
     all_finite,
     arrays_of,
+    checkpoint_folder,
     checksums,
     digest,
     is_there,
     items_of,
     outside_event_loop,
 )
-from run.record import Events, in_bucket, local_path, scores, storage_path, upload
+from run.record import Events, local_path, scores, upload
 from training.state import TrainState
 
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
@@ -65,7 +67,7 @@ class Saver(Checkpoints):
     def __init__(self, run_dir: str | Path, config: CheckpointConfig):
         """Open the run's folder of checkpoints, and clear it of what a kill left."""
         self.config, self.run_dir = config, run_dir
-        self.folder = storage_path(run_dir) / "checkpoints"
+        self.folder = checkpoint_folder(run_dir)
         try:
             on_first_process(lambda: with_retries(str(self.folder), self._clear))
         except (UserError, StorageLost):
@@ -79,11 +81,8 @@ class Saver(Checkpoints):
         """The save in progress."""
         self.failures: list[Failure] = []
         """Consecutive failed saves; the same on every process."""
-        self.time = time.monotonic()
-        """When this process saved last, or began."""
         self.overdue = False
-        """True if the last save failed, or if `checkpoint.every_minutes` passed without one; the same on every
-        process."""
+        """True if the last save failed; the same on every process."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
@@ -101,7 +100,7 @@ class Saver(Checkpoints):
         facts["checksums"] = checksums(arrays_of(state), facts["shapes"])
         facts["sha256"] = digest(facts)
         self.wait()
-        self.time, self.overdue = time.monotonic(), False
+        self.overdue = False
         if step in self.steps:
             return
         target = self.folder / str(step)
@@ -121,13 +120,11 @@ class Saver(Checkpoints):
         self._give_up_after(MOST_FAILED)
 
     def poll(self) -> None:
-        """Count the save in progress, if it ended, and note whether one is `overdue`. Raise TrainingAborted after ten
-        failures in a row."""
+        """Count the save in progress, if it ended, and note whether it must be repeated (`overdue`). Raise
+        TrainingAborted after ten failures in a row."""
         if self.pending and not max_over_processes(self.pending.is_alive()):
             self.wait()
-        minutes = self.config.every_minutes
-        is_old = bool(minutes) and max_over_processes(time.monotonic() - self.time > 60 * minutes)
-        self.overdue = bool(self.failures and not self.pending) or bool(is_old)
+        self.overdue = bool(self.failures and not self.pending)
         self._give_up_after(MOST_FAILED)
 
     def wait(self) -> None:

@@ -34,7 +34,7 @@ from interchange.init_from import (
 from model.gpt import parameter_counts
 from run.checkpoint import finished_steps
 from run.clock import Times
-from run.folder import RunLock, RunStatus, checkpoint_folder, open_run, require_checkpoints, write_start_record
+from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record
 from run.log import ResumePoint
 from run.record import Events, local_path
 from run.saver import Saver
@@ -53,7 +53,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
     if the text, the prompts, or the network in `init_from` do not fit the run."""
     built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    begun = partial(with_retries, config.run_dir, lambda: finished_steps(checkpoint_folder(config)))
+    begun = partial(with_retries, config.run_dir, lambda: finished_steps(config.run_dir))
     starts_from = config.init_from and not on_first_process(begun)
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
@@ -69,7 +69,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
         config = replace(config, steps=ceil(rows / rows_per_step))
         validate(config)
         built = build(config)
-    LOGGER.info(text.outlook(rows, length, config.data.max_epochs))
+    LOGGER.info(text.outlook(rows, length))
     if text.too_long:
         LOGGER.info(text.too_long)
     LOGGER.info(text.validation(config.eval.tokens, length))
@@ -102,8 +102,6 @@ def open_checkpoints(config: Config, resume_step: int | None = None) -> Saver:
     """Return the run's checkpoints, back at `resume_step`. Raise UserError if they have more steps than the run should
     have."""
     checkpoints = Saver(config.run_dir, config.checkpoint)
-    if not checkpoints.steps and config.resume == "must":
-        raise UserError(f"--resume=must, but {config.run_dir} holds no checkpoint")
     if resume_step is not None:
         go_back_to(resume_step, config, checkpoints)
     if checkpoints.newest > config.steps:

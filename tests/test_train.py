@@ -611,7 +611,8 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
 @pytest.mark.medium
 def test_a_jump_is_logged_with_the_rows_that_tools_dataset_shows(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    options = ("--config=tiny.py", "--run_dir=jumpy", *FAST, "--steps=20", "--stability.spike_factor=0.5")
+    monkeypatch.setattr("run.log.SPIKE", 0.5)
+    options = ("--config=tiny.py", "--run_dir=jumpy", *FAST, "--steps=20")
     assert run("train", monkeypatch, *options) == 0
     output = "".join(capfd.readouterr())
     first = next(line for line in lines_of(folder / "jumpy") if "spike" in line)

@@ -10,6 +10,7 @@ import tyro
 from etils import epath
 
 from configs.command_line import Exit, parse_arguments
+from configs.files import in_bucket
 from configs.retry import StorageLost, first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
@@ -34,7 +35,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 def _size(path: epath.Path) -> int:
     """Return a file's bytes. On a disk, path.stat() fails if the owner has no name here (google/etils#790)."""
-    return path.stat().length if str(path).startswith("gs://") else os.stat(path).st_size
+    return path.stat().length if in_bucket(path) else os.stat(path).st_size
 
 
 def main() -> int:

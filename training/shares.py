@@ -127,4 +127,4 @@ def parted(array: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Fl
 def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
     """Return the factors and, after them, the dimensions of a share, in the array's order."""
     along = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
-    return [layout for i in range(rank) for layout in (*along(i), len(factors) + i)]
+    return [position for i in range(rank) for position in (*along(i), len(factors) + i)]

@@ -37,9 +37,6 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 0
     output = capfd.readouterr().out
     assert f"chat is complete: {record['steps']} steps" in output and "goes through chats 1" in output
-    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--data.max_epochs=1", devices=1) == 0
-    assert run("train", monkeypatch, *CHAT, "--run_dir=twice", "--epochs=2", "--data.max_epochs=1", devices=1) == 2
-    assert "--data.max_epochs=1, but the run goes through chats 2 times" in capfd.readouterr().err
 
 
 @pytest.mark.medium

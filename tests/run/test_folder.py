@@ -30,8 +30,8 @@ from tests.helpers import tiny_config
 
 FREE = {
     *("name", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
-    *(f"checkpoint.{name}" for name in ("every_minutes", "every_steps", "keep", "keep_every")),
-    *(f"data.{name}" for name in ("copy", "max_epochs", "source", "tokenizer", "workers")),
+    *(f"checkpoint.{name}" for name in ("every_steps", "keep", "keep_every")),
+    *(f"data.{name}" for name in ("source", "tokenizer", "workers")),
     *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens")),
     *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
@@ -47,7 +47,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
         return changes
 
 
-OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
+OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir"})
 
 
 def other(config: Any, name: str) -> Any:
@@ -121,17 +121,6 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
         open_run(config, "another", accept_changes=False)
 
 
-def test_resume_never_refuses_an_existing_run_and_must_a_missing_one(config):
-    never, must = replace(config, resume="never"), replace(config, resume="must")
-    with pytest.raises(UserError, match="--resume=must, but there is no run"):
-        open_run(must, "print", accept_changes=False)
-    assert not Path(config.run_dir).exists()
-    open_run(never, "print", accept_changes=False)
-    with pytest.raises(UserError, match=r"--resume=never.*holds a run already"):
-        open_run(never, "print", accept_changes=True)
-    assert open_run(must, "print", accept_changes=False) == []
-
-
 def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
@@ -147,7 +136,7 @@ def test_a_run_without_a_step_accepts_any_config(config):
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
         Events(config.run_dir).add("fitted", 0)
-    corrected = replace(config, seed=7, resume="never")
+    corrected = replace(config, seed=7)
     assert open_run(corrected, "another", accept_changes=False) == []
     assert record_of(config)["config"]["seed"] == 7 and record_of(config)["dataset"] == "another"
     with pytest.raises(UserError, match="seed: 7 -> 8"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig, StabilityConfig
+from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
 from run.clock import Times
 from run.log import ENOUGH, MOST_SKIPPED, WINDOW, MetricsLog, ResumePoint, mfu_of
@@ -108,14 +108,14 @@ def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
     assert f"python -m tools.dataset {tmp_path} --step={ENOUGH + 1}" in messages[0]
 
 
-@pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])
-def test_no_spike_is_reported_when_off_or_without_earlier_losses(make, tmp_path, factor, before):
-    feed(make(stability=StabilityConfig(factor)), [2.0] * before + [9.0])
+def test_no_spike_is_reported_without_enough_earlier_losses(make, tmp_path):
+    feed(make(), [2.0] * (ENOUGH - 1) + [9.0])
     assert not any("spike" in line for line in read_metrics(tmp_path))
 
 
-def test_the_losses_to_compare_with_are_resumed_from_a_checkpoint(make, tmp_path, messages):
-    options = {"log": LogConfig(1000), "stability": StabilityConfig(1.1), "steps": 900}
+def test_the_losses_to_compare_with_are_resumed_from_a_checkpoint(make, tmp_path, messages, monkeypatch):
+    monkeypatch.setattr("run.log.SPIKE", 1.1)
+    options = {"log": LogConfig(1000), "steps": 900}
     losses = [2.0 + (i * 37 % 11) / 20 for i in range(2 * WINDOW)]
     feed(make(**options), losses)
     expected = messages.copy()

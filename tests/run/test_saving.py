@@ -1,7 +1,5 @@
 """Test when a run saves, and what follows a save that fails."""
 
-import itertools
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -85,14 +83,6 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
     checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10))
     train(checkpoints)
     assert checkpoints.steps == [40]
-
-
-def test_minutes_make_a_save_due_at_a_step_that_is_logged(tmp_path, monkeypatch, pauses):
-    clock = itertools.count(step=7.0)  # a call at the start, at each logged step, and after each save
-    monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0))
-    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=1000, every_minutes=0.5, keep=9))
-    train(checkpoints)
-    assert checkpoints.steps == [25, 40]  # 35 seconds, at the fifth line
 
 
 def test_the_end_saves_a_last_step_whose_save_never_began(tmp_path):
