@@ -44,12 +44,12 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Ex
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
     times = Times()
-    start.check_processes(config)
+    start.check_processes(config, arguments)
     fitting = Fitting(config, arguments.memory)
     built, text = start.open_training(fitting.first())
     status, checkpoints = start.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock)
     if status.finished == checkpoints.newest == built.config.steps:
-        return ending.already_complete(built.config)
+        return ending.already_complete(built.config, status.changes)
     with refuse_what_does_not_fit():
         built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, Evaluator(built, text)

@@ -62,7 +62,7 @@ class Text:
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
     def outlook(self, rows: int, length: int) -> str:
-        """Return a line on the epochs of each dataset in a run of `rows` rows, and on those that run out."""
+        """Return a line on the tokens of a run of `rows` rows, the epochs of each dataset, and those that run out."""
         parts, never = [], [s.starts for s in self.mixture.stages if s.starts >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
@@ -72,7 +72,7 @@ class Text:
             parts.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
         if never:
             parts.append(f"and ends before the stage from={never[0]:,}")
-        return "the run goes through " + "; ".join(parts)
+        return f"in {rows * length:,} tokens the run goes through " + "; ".join(parts)
 
 
 def shortest(names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import jax
 from configs.command_line import Exit
 from configs.files import write_picture, write_whole
 from configs.messages import LOGGER
-from configs.schema import Config
+from configs.schema import Config, UserError
 from hosts.stop import Stop
 from run.clock import Times, seconds_by_activity
 from run.notify import tell
@@ -19,9 +19,15 @@ from run.record import Events, local_path, read_metrics, upload
 from training.state import TrainState, params_sha256
 
 
-def already_complete(config: Config) -> Exit:
-    """Report that the run has all its steps."""
+def already_complete(config: Config, changes: list[str]) -> Exit:
+    """Report that the run has all its steps. Raise UserError if other options were asked for: they would do nothing."""
     longer = f"--steps={2 * config.steps} --accept_changes"
+    if changes:
+        raise UserError(
+            f"{config.run_dir} is complete, and no step is left that would have these settings:\n  "
+            + "\n  ".join(changes)
+            + f"\ntrain longer with them ({longer}), or give another --name to start a new run"
+        )
     LOGGER.info(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
     return Exit.COMPLETE
 
@@ -101,6 +107,9 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
+    for tokens, _ in course("changes"):
+        axes.axvline(tokens, color="black", linestyle=":", linewidth=1)
+        axes.annotate(" options changed", (tokens, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

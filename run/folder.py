@@ -25,6 +25,7 @@ from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process
 from hosts.runtime import versions
+from model.gpt import parameter_shapes
 from run.checkpoint import checkpoint_folder, finished_steps, read_facts
 from run.record import (
     Events,
@@ -35,6 +36,7 @@ from run.record import (
     saved_up_to,
 )
 from training.mesh import device_groups
+from training.schedule import make_schedule
 
 T = TypeVar("T")
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
@@ -194,6 +196,11 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         for name in now
         if before.get(name) != now[name] and not free_to_change(name)
     ]
+    if parameter_shapes(first.model) != parameter_shapes(config.model):
+        raise UserError(
+            f"{folder} holds a run of another network:\n  " + "\n  ".join(changes) + "\n"
+            "give the first start's settings to continue it, or another --name to start a new run"
+        )
     if changes and not accept_changes:
         raise UserError(
             f"{folder} holds a run with other settings:\n  " + "\n  ".join(changes) + "\n"
@@ -237,13 +244,25 @@ def write_start_record(
     Only the first process may call it, once the state is restored."""
     folder = local_path(config.run_dir)
     record = folder / "config.json"
-    recorded, _ = read_record(record)
+    recorded, before = read_record(record)
+    if step:
+        _report_rates(before, config, step)
     all_changes = recorded["changes"] + ([changes] if changes else [])
     write_record(record, config, fingerprint, all_changes, recorded.get("run_id", ""))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     size = config.batch.tokens_per_step
     Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
+
+
+def _report_rates(before: Config, config: Config, step: int) -> None:
+    """Warn if a change of the options lets the learning rates rise at `step`."""
+    was, now = (float(make_schedule(c.optimizer.schedule, c.steps)(step)) for c in (before, config))
+    if now > 1.01 * was:
+        LOGGER.warning(
+            f"the learning rates rise at step {step}: from {was:.1%} of their peaks in the run of {before.steps} steps "
+            f"to {now:.1%} in that of {config.steps}; --optimizer.schedule.kind and warmdown shape them"
+        )
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

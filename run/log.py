@@ -36,6 +36,7 @@ MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 WINDOW = 64  # losses kept to compare a loss with
 ENOUGH = 16  # fewest losses to compare a loss with
 SPIKE = 1.5  # times their median that a loss must exceed to be reported
+LONG = 10  # seconds of a step after which a person wants to know how many
 WORSE_IN_A_ROW = 3  # one or two worse evaluations are common while the rate is high
 
 
@@ -126,6 +127,9 @@ class MetricsLog:
         with self.clock.waiting():
             values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         self.watchdog.finish(step)
+        self.bar.update(step - self.bar.n)
+        if step == self.start_step + 1:
+            self._report_first_step(step)
         if "diagnostics" in values:
             measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
             self.write(step, {"diagnostics": measured})
@@ -150,9 +154,15 @@ class MetricsLog:
             LOGGER.warning(self.writer.problem)
         shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(step - self.bar.n)
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
+
+    def _report_first_step(self, step: int) -> None:
+        """Tell a person who waits how long the run takes, if a step takes long."""
+        seconds = self.watchdog.step_seconds[-1] if self.watchdog.step_seconds else 0.0
+        if seconds > LONG:
+            hours = seconds * (self.config.steps - step) / 3600
+            LOGGER.info(f"step {step} took {seconds:.0f} s: the {self.config.steps - step} to come, {hours:.3g} hours")
 
     def _count_skipped(self, step: int, values: dict) -> None:
         skipped = values["skipped_steps"]

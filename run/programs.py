@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from configs.messages import LOGGER
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
@@ -23,6 +24,7 @@ def compile_train_steps(built: Build, times: Times) -> TrainSteps:
     """Compile the programs that the run needs. A compiled program refuses other shapes, so no step can recompile. Every
     process must call it, together with the others."""
     every = built.config.diagnostics.every_steps
+    LOGGER.info("compiling")
     with times.during("compile"):
         compiled: Any = [
             step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
@@ -42,9 +44,8 @@ def describe_sizes(built: Build) -> str:
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     return (
         f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
-        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps, "
-        f"{config.steps * config.batch.tokens_per_step:,} tokens; a step: "
-        f"{micro_batches} micro-batch(es) x {rows} rows x {length} tokens"
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps; a "
+        f"step: {micro_batches} micro-batch(es) x {rows} rows x {length} tokens"
     )
 
 

@@ -36,16 +36,17 @@ from run.checkpoint import finished_steps
 from run.clock import Times
 from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record
 from run.log import ResumePoint
-from run.record import Events, local_path
+from run.record import Events, batch_of, local_path
 from run.saver import Saver
 from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
 
 
-def check_processes(config: Config) -> None:
-    """Log the run's processes and devices. Raise UserError if the processes have different configs."""
+def check_processes(config: Config, arguments: Any) -> None:
+    """Log the run's processes and devices. Raise UserError if the processes have different options, the command's own
+    (`arguments`, a dataclass) included."""
     LOGGER.info(describe_processes(make_mesh(config.mesh)))
-    check_hosts_agree("their config", json.dumps(asdict(config)))
+    check_hosts_agree("their options", json.dumps([asdict(config), asdict(arguments)]))
 
 
 def open_training(config: Config) -> tuple[Build, Text]:
@@ -62,14 +63,10 @@ def open_training(config: Config) -> tuple[Build, Text]:
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
-    rows_per_step = micro_batches * rows
-    rows = config.steps * rows_per_step
-    if not config.steps:
-        rows = ceil(config.epochs * sum(map(len, text.train)))  # the last step may go beyond them
-        config = replace(config, steps=ceil(rows / rows_per_step))
+    if not config.steps:  # the last step may go beyond the epochs
+        config = replace(config, steps=ceil(config.epochs * sum(map(len, text.train)) / (micro_batches * rows)))
         validate(config)
         built = build(config)
-    LOGGER.info(text.outlook(rows, length))
     if text.too_long:
         LOGGER.info(text.too_long)
     LOGGER.info(text.validation(config.eval.tokens, length))
@@ -95,7 +92,11 @@ def open_folder(
     on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
-        return status, open_checkpoints(config, resume_step)
+        checkpoints = open_checkpoints(config, resume_step)
+    length, size = config.batch.sequence_length, config.batch.tokens_per_step
+    before, _ = on_first_process(lambda: batch_of(Events(config.run_dir).read(), checkpoints.newest, size))
+    LOGGER.info(text.outlook((before + (config.steps - checkpoints.newest) * size) // length, length))
+    return status, checkpoints
 
 
 def open_checkpoints(config: Config, resume_step: int | None = None) -> Saver:

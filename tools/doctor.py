@@ -19,10 +19,10 @@ from training.build import build
 
 
 def main() -> int:
-    config, _ = parse(__doc__)
+    config, arguments = parse(__doc__)
     start_jax()
     built = build(config)
-    check_processes(config)
+    check_processes(config, arguments)
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     hosts = preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)

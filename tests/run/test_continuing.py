@@ -88,7 +88,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_keeps_its_record(
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("--model.width=48", "of another network"), ("--optimizer.matrices.kind=muon", "made with another optimizer")],
+    [("--model.width=48", "model.width: 32 -> 48"), ("--optimizer.matrices.kind=muon", "made with another optimizer")],
 )
 def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys, change, says):
     run_dir = copy_of(folder, f"changed{change}")
@@ -96,6 +96,16 @@ def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monk
     assert start(monkeypatch, folder, f"--run_dir={run_dir}", "--accept_changes", "--steps=7", change) == 2
     assert says in capsys.readouterr().err and content(run_dir) == before
     assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command is still accepted
+
+
+def test_a_complete_run_lists_the_changes_that_it_can_no_longer_follow(folder, monkeypatch, capsys):
+    run_dir = copy_of(folder, "complete")
+    before = content(run_dir)
+    change = ("--optimizer.embed.peak_rate=0.3", "--seed=4", "--accept_changes")
+    assert start(monkeypatch, folder, "--run_dir=complete", *change) == 2
+    said = capsys.readouterr().err
+    assert "seed: 0 -> 4" in said and "optimizer.embed.peak_rate: 0.2 -> 0.3" in said
+    assert content(run_dir) == before
 
 
 @pytest.mark.medium
@@ -114,14 +124,16 @@ def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_c
 
 
 @pytest.mark.medium
-def test_with_another_tokens_per_step_the_data_continue_at_the_same_token(folder, monkeypatch):
+def test_with_another_tokens_per_step_the_data_continue_at_the_same_token(folder, monkeypatch, capsys):
     """Two steps of 8 rows read what four of 4 rows would read. With Adam's rates at 0, the losses agree too."""
     still = [f"--optimizer.{group}.peak_rate=1e-30" for group in ("embed", "matrices", "lm_head")]
     rates = [*still, "--seed=3"]
     assert start(monkeypatch, folder, "--run_dir=eights", "--steps=4", "--batch.tokens_per_step=256", *rates) == 0
     assert start(monkeypatch, folder, "--run_dir=mixed", "--steps=4", *rates) == 0
     change = ("--steps=6", "--batch.tokens_per_step=256", "--accept_changes")
+    capsys.readouterr()
     assert start(monkeypatch, folder, "--run_dir=mixed", *change, *rates) == 0
+    assert "in 1,024 tokens the run goes through text" in capsys.readouterr().out
     eights, mixed = losses(folder / "eights"), losses(folder / "mixed")
     assert eights[1] == pytest.approx((mixed[1] + mixed[2]) / 2, rel=1e-6)
     assert [mixed[5], mixed[6]] == pytest.approx([eights[3], eights[4]], rel=1e-6)

@@ -121,6 +121,17 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
         open_run(config, "another", accept_changes=False)
 
 
+def test_a_schedule_that_rises_again_is_reported(config, messages):
+    open_run(config, "print", accept_changes=False)
+    changed = with_options(config, {"steps": 2 * config.steps, "optimizer.schedule.kind": "warmup_cosine"})
+    run_folder.write_start_record(changed, "print", [], 0, 0)
+    run_folder.write_start_record(changed, "print", [], 4, 0)
+    assert not messages
+    longer = replace(changed, steps=40 * config.steps)
+    run_folder.write_start_record(longer, "print", ["steps"], 2 * config.steps, 0)
+    assert [message[:36] for message in messages] == ["the learning rates rise at step 20: "]
+
+
 def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
