@@ -18,7 +18,7 @@ from configs.command_line import parse_arguments
 from configs.files import in_bucket
 from configs.messages import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
-from data.dataset import open_text
+from data.dataset import open_text, shortest
 from data.loader import held_out_batches
 from evaluation.chat_core import ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
@@ -162,8 +162,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     )
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(config.model, network.dtype, mesh)
-    results = evaluate(eval_step, network.params, batches, text_bytes, watched)
-    assert results["val_loss"] is not None
+    results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
     if not math.isfinite(results["val_loss"]):
         raise UserError(f"the network of {folder} is not usable: its validation loss is {results['val_loss']}")
     return network.step_line | results

@@ -127,29 +127,35 @@ def held_out_batches(
     shape: Shape,
     sharding: NamedSharding,
     document_bos: int | None = None,
-) -> tuple[list[Any], Int[np.ndarray, "micro_batches"]]:
-    """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent.
-    Each dataset gives its share, in rows spread evenly over its rows. Targets without text (the BOS) have weight 0,
-    except those that an assistant writes in conversations. Padding rows of the last batch have weight 0, too. Raise
-    UserError if no target counts.
+) -> tuple[list[Any], Int[np.ndarray, "datasets micro_batches"]]:
+    """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent,
+    under their dataset. Each dataset gives its share, in rows spread evenly over its rows, which fill micro-batches of
+    their own. Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations.
+    Padding rows have weight 0, too. Raise UserError if no target counts.
     """
     micro_batches, width, length = shape
+    zeros = np.zeros(length, np.int32)
+    padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
     chosen: list[Row] = []
+    text_bytes: list[list[int]] = []
     for part, weight in zip(rows, weights):
         count = min(len(part), max(round(tokens * weight) // length, 1))
         taken = read_rows([part], [(0, i * len(part) // count) for i in range(count)])
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
-        chosen += taken
-    text_bytes = [token_bytes[row["targets"][row["weights"] > 0]].sum() for row in chosen]
-    if not any(text_bytes):
-        few = f"no text counts in the {len(chosen)} held-out rows of {length} tokens"
+        chosen += [*taken, *[padding] * (-len(taken) % width)]
+        text_bytes.append([int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken])
+    if not any(map(any, text_bytes)):
+        few = f"no text counts in the {sum(map(len, text_bytes))} held-out rows of {length} tokens"
         raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
-    zeros, missing = np.zeros(length, np.int32), -len(chosen) % (micro_batches * width)
-    chosen += [Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))] * missing
+    chosen += [padding] * (-len(chosen) % (micro_batches * width))
+    by_dataset, first = np.zeros((len(rows), len(chosen)), np.int64), 0
+    for of, counted in zip(by_dataset, text_bytes):
+        of[first : first + len(counted)] = counted
+        first += -(-len(counted) // width) * width
     mine, batches = local_rows(shape, sharding), []
     for first in range(0, len(chosen), micro_batches * width):
         indices = first + np.arange(micro_batches)[:, None] * width + mine
         batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
         batches.append(to_devices(batch, shape, sharding))
-    return batches, np.array([*text_bytes, *[0] * missing], np.int64).reshape(-1, width).sum(axis=1)
+    return batches, by_dataset.reshape(len(rows), -1, width).sum(axis=2)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig, UserError
-from data.dataset import Text
+from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
 from evaluation.scorer import on_mesh
@@ -44,15 +44,17 @@ def evaluate(
     eval_step: EvalStep,
     params: dict,
     batches: list[Batch],
-    text_bytes: Int[np.ndarray, "micro_batches"],
+    text_bytes: Int[np.ndarray, "datasets micro_batches"],
     watched: Callable[[list], Iterable[Batch]] = iter,
-) -> dict[str, float | None]:
+    names: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return `val_loss` in nats a token, and `val_bpb` in bits a byte with its standard error `val_bpb_stderr`.
 
     They count every target that represents text (not the BOS, as in nanochat). In conversations they count every token
     that an assistant writes, end tokens included. The shape of the batches and the mesh do not change the two means.
     The standard error is over micro-batches, each a stretch of the held-out text; it is None for a single one.
-    `text_bytes` has the bytes of each micro-batch. `watched` yields the batches, and may show the progress. The devices
+    `text_bytes` has the bytes of each micro-batch, under its dataset. With two or more `names` of datasets,
+    `val_bpb_of` has the bits per byte of each. `watched` yields the batches, and may show the progress. The devices
     have at most two of them to do, so an exception of `watched` ends the work soon.
     """
     sums = []
@@ -60,14 +62,16 @@ def evaluate(
         sums.append(eval_step(params, batch))
         jax.block_until_ready(sums[-2:-1])
     losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, pair) for pair in sums)))
-    some = text_bytes > 0  # a micro-batch may hold no row
-    _, error = ratio((losses[some] / math.log(2)).tolist(), text_bytes[some].tolist())
-    loss_sum = math.fsum(losses)
-    return {
-        "val_loss": loss_sum / int(counts.sum()),
-        "val_bpb": loss_sum / math.log(2) / int(text_bytes.sum()),
+    of_all = text_bytes.sum(axis=0)
+    some = of_all > 0  # a micro-batch may hold no row
+    _, error = ratio((losses[some] / math.log(2)).tolist(), of_all[some].tolist())
+    bits = lambda sizes: math.fsum(losses[sizes > 0]) / math.log(2) / int(sizes.sum()) if sizes.any() else None
+    results = {
+        "val_loss": math.fsum(losses) / int(counts.sum()),
+        "val_bpb": math.fsum(losses) / math.log(2) / int(of_all.sum()),
         "val_bpb_stderr": error,
     }
+    return results | ({"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) > 1 else {})
 
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
@@ -157,7 +161,8 @@ class Evaluator:
                 yield batch
 
         try:
-            results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes, until_asked)
+            names = shortest(self.text.names)
+            results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes, until_asked, names)
         except Interrupted:
             return None
         if should_stop():

@@ -191,7 +191,8 @@ class MetricsLog:
         self.write(step, results)
         error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
         loss, bits = results["val_loss"], results["val_bpb"]
-        LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
+        of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)
+        LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{f' ({of})' * bool(of)}")
         self._report_overfitting(step)
 
     def _report_overfitting(self, step: int) -> None:

@@ -47,7 +47,7 @@ def test_bits_per_byte_are_those_of_our_evaluation():
         logits = torch.tensor(np.asarray(logits)).flatten(0, 1)
         return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction=loss_reduction)
 
-    sizes = np.array([70, 50])
+    sizes = np.array([[70, 50]])
     theirs = evaluate(lambda _, batch: summed(network, batch, "cpu"), {}, [batch], sizes)
     ours = evaluate(built.eval_step, params, [jax.device_put(batch, built.batch_sharding)], sizes)
     assert theirs == pytest.approx(ours, rel=1e-6)

@@ -154,7 +154,7 @@ def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, to
     assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
     assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
     parts = [part for batch in batches for part in np.asarray(batch["targets"] * batch["weights"].astype(int))]
-    assert text_bytes.tolist() == [SIZES[part].sum() for part in parts]
+    assert text_bytes.tolist() == [[SIZES[part].sum() for part in parts]]
 
 
 def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_bytes():
@@ -162,7 +162,8 @@ def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_byte
     batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
     expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
     targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
-    assert targets[:20].tolist() == [target.tolist() for target in expected] and text_bytes.sum() == 20 * LENGTH
+    assert targets[:20].tolist() == [target.tolist() for target in expected]
+    assert text_bytes.tolist() == [[8 * LENGTH, 0, 0], [0, 8 * LENGTH, 4 * LENGTH]]
     batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 

@@ -1,6 +1,7 @@
 """Test the standard error of bits per byte, and continuations: they compile once, and gather no parameter that `tensor`
 or `fsdp` divides. test_engine.py tests that a mesh gives one device's tokens."""
 
+import math
 import re
 
 import jax
@@ -18,11 +19,11 @@ from training.mesh import make_mesh, sizes_of
 from training.state import abstract_params
 
 
-def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray) -> dict:
+def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray, names: tuple[str, ...] = ()) -> dict:
     """Evaluate batches with these sums, by batch and micro-batch."""
     batches = [{"losses": of, "counts": by} for of, by in zip(losses, counts)]
     eval_step = lambda params, batch: (batch["losses"], batch["counts"])
-    return evaluate(eval_step, {}, batches, text_bytes)  # pyright: ignore
+    return evaluate(eval_step, {}, batches, np.atleast_2d(text_bytes), names=names)  # pyright: ignore
 
 
 def test_the_error_is_the_standard_deviation_over_evaluations():
@@ -38,6 +39,13 @@ def test_the_error_is_the_standard_deviation_over_evaluations():
 def test_a_single_micro_batch_has_no_error_and_empty_ones_do_not_count():
     result = of_sums(np.array([[5.0, 0.0]]), np.array([[4, 0]]), np.array([10, 0]))
     assert result["val_bpb_stderr"] is None and result["val_loss"] == 5 / 4
+
+
+def test_each_dataset_of_a_mixture_has_its_bits_per_byte():
+    losses, sizes = np.array([[4.0, 6.0, 3.0, 0.0]]), np.array([[10, 20, 0, 0], [0, 0, 30, 0], [0, 0, 0, 0]])
+    result = of_sums(losses, np.array([[4, 4, 4, 0]]), sizes, ("a", "b", "none"))
+    assert result["val_bpb_of"] == pytest.approx({"a": 10 / 30 / math.log(2), "b": 0.1 / math.log(2), "none": None})
+    assert result["val_bpb"] == pytest.approx(13 / 60 / math.log(2))
 
 
 def compiled_for(mesh: Mesh, config: ModelConfig, dtype: str, length: int):
