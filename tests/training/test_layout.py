@@ -7,8 +7,6 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from configs import nanochat, plain
@@ -16,7 +14,7 @@ from configs.nanochat import network_of_depth
 from configs.schema import BATCH_AXES, DATA_AXES, Config, MeshConfig
 from configs.validation import resolved
 from model.gpt import kinds
-from training.layout import data_parts, padded, shard_layout
+from training.layout import data_parts, shard_layout
 from training.mesh import batch_devices, make_mesh, resized, spec_of
 from training.shares import all_gather_data, reduce_scatter_data
 
@@ -57,24 +55,6 @@ def test_state_takes_at_most_5_percent_more_than_its_share(config):
             for nodes in (1, data // 8) if data % 8 == 0 else (1,):
                 worst = max(worst, memory_ratio(of_depth, data, nodes))
     assert 1.0 < worst <= 1.05
-
-
-@given(
-    st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    st.sampled_from([(None, None), ("fsdp", "tensor"), ("tensor", "fsdp"), (None, "tensor")]),
-    st.integers(1, 48),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2]),
-)
-def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
-    across = 2 if data % 2 == 0 else 1
-    sizes = {**dict(zip(DATA_AXES, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
-    assert prod(sizes[axis] for axis in DATA_AXES) == data and sizes["data_across"] == across
-    placed = shard_layout(shape, axes, sizes)
-    assert sorted(name for names in placed.spec for name in names) == sorted([*DATA_AXES, *filter(None, axes)])
-    for size, stored, axis, names in zip(shape, placed.stored, axes, placed.spec):
-        assert names[:1] == ((axis,) if axis else names[:1])
-        assert stored == padded(size, prod(sizes[name] for name in names))
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)

@@ -1,7 +1,12 @@
-"""Test Muon's orthogonalisation and schedules, and that each matrix is processed once.
-(tests/interchange/test_nanochat.py compares it with nanochat; test_step.py compares meshes.)"""
+"""Test Muon's orthogonalisation, schedules and updates, and that each matrix is processed once. (test_step.py compares
+meshes.)
 
+nanochat_muon.json has two matrices of each of SHAPES after three updates of nanochat's MuonAdamW (92d63d4, float32),
+with the constants of its training script."""
+
+import json
 from collections import defaultdict
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +72,25 @@ def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_
             # The five iterations amplify a rounding of 6e-8 in a small singular value by up to 991.
             np.testing.assert_allclose(resized(result, matrix.shape), on_one(matrix)[0], atol=6e-5)
             assert not np.any(result[matrix.shape[0] :]) and not np.any(result[:, matrix.shape[1] :])
+
+
+SHAPES = [(6, 6), (4, 12), (12, 4)]
+
+
+@pytest.mark.parametrize(("number", "shape"), enumerate(SHAPES))
+def test_three_updates_are_nanochat_s(number, shape):
+    """Take them with rate, momentum, decay and second moment."""
+    generator = np.random.default_rng(0)
+    draw = lambda: {i: jnp.asarray(generator.standard_normal(shape), jnp.float32) for i in range(2)}
+    layouts, rate = [shard_layout(shape, (None, None), ONE.shape)] * 2, lambda step: jnp.float32(0.02)
+    transform, params = muon(MuonConfig(weight_decay=0.3), CONSTANT, rate, 10, layouts, ONE), draw()
+    state = transform.init(params)
+    for step in range(3):
+        updates, state = transform.update(draw(), state, params, step=jnp.array(step))
+        params = jax.tree.map(jnp.add, params, updates)
+    theirs = json.loads(Path(__file__).with_name("nanochat_muon.json").read_text())[number]
+    for ours, expected in zip(params.values(), theirs, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
 def test_momentum_rises_stays_and_falls():
