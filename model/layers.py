@@ -6,7 +6,7 @@ give it the type of the cast matrix, and round every micro-batch's gradient to 8
 all-gathered at each use, forward and backward, so only one gathered matrix exists at a time.
 
 The function under each `jax.custom_vjp` is the plain expression. The backward pass below it equals its automatic
-derivative (tests/model/test_gradients.py).
+derivative: tests/training/test_step.py compares updates with a float64 reference.
 """
 
 import math

@@ -79,14 +79,6 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
         )
 
 
-@pytest.mark.slow
-def test_every_process_reports_a_user_error(folder):  # noqa: F811
-    outputs = finish(start(folder, "--run_dir=disagree", per_process=((), ("--accept_changes",))), 2)
-    says = "[1] differ from process 0 in their options"
-    assert all(says in text and "Traceback" not in text for text in outputs)
-    assert not (folder / "disagree").exists()
-
-
 SLOW = """
 import os, runpy, sys, time
 import data.loader
@@ -123,9 +115,9 @@ def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # no
 
 
 @pytest.mark.slow
-def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
-    """Preempt one of two, then kill each in turn. Each time both end and are resumed. Finally, one process resumes on
-    another mesh."""
+def test_two_processes_stopped_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
+    """Preempt one of two: both end, and are resumed. One process resumes on another mesh. (tests/bench/test_chaos.py
+    kills them.)"""
     run_dir, fsdp = folder / "two", "--mesh.fsdp=2"
     processes = begin(folder, "two", fsdp)
     processes[1].send_signal(signal.SIGTERM)
@@ -133,13 +125,6 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
     assert "the same command continues it" in outputs[0]
     saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert f"stopped after step {saved} of 40" in outputs[0]
-
-    for killed in (0, 1):
-        processes = begin(folder, "two", fsdp)
-        processes[killed].kill()
-        log, _ = processes[1 - killed].communicate(timeout=300)
-        # An operation that fails ends it with 42, JAX's heartbeat with an abort: the one that notices first.
-        assert processes[1 - killed].returncode in (42, -signal.SIGABRT), log
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
     outputs = finish(start(folder, "--run_dir=two", fsdp), 0)

@@ -231,18 +231,6 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
 
 
-@pytest.mark.slow
-def test_a_ctrl_c_that_also_ends_the_reader_of_the_log_saves(folder):
-    """A shell sends Ctrl-C to `train.py 2>&1 | tee log` and to tee, which ends at once."""
-    process = start(folder, "--run_dir=piped", "--steps=100000", "--log.every_steps=1")
-    wait_until(lambda: any("loss" in line for line in read_metrics(folder / "piped")), process)
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    *_, saved, stop = map(json.loads, (folder / "piped" / "events.jsonl").read_text().splitlines())
-    assert (saved["event"], stop["event"], saved["step"]) == ("saved", "stop", stop["step"])
-
-
 @pytest.mark.medium
 def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
     """The second stage starts with row 160, in step 10."""
@@ -257,25 +245,6 @@ def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
     assert taken("1*.txt", 12, 20) == 0 < taken("1*.txt", 4, 8)
     events = EventAccumulator("staged/tensorboard").Reload()
     assert [event.step for event in events.Scalars("epochs/1_.txt")] == sorted(epochs)
-
-
-def test_evaluate_gives_the_run_s_own_figures(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0
-    table = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
-    assert table["step"] == "120"
-    for name in ("val_loss", "val_bpb"):
-        assert float(table[name]) == pytest.approx(summary(untouched)[name], rel=1e-4)
-
-
-def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    arguments = ("--run_dir=untouched", "--prompt", "import", "from training", "--samples=2", "--tokens=8")
-    assert run("sample", monkeypatch, *arguments) == 0
-    output = capsys.readouterr().out
-    assert output.count("\nimport") == 2 and output.count("\nfrom training") == 2
-    assert run("sample", monkeypatch, *arguments, "--seed=1") == 0
-    assert capsys.readouterr().out != output
 
 
 @pytest.mark.medium

@@ -10,14 +10,6 @@ from bench import accelerator
 from configs.command_line import parse, parse_arguments
 
 
-def test_a_part_is_ended_with_all_that_it_started(tmp_path):
-    command = ["bash", "-c", "sleep 1000 & echo $! > pid; echo begun; wait"]
-    command[2] = command[2].replace("pid", str(tmp_path / "pid"), 1)
-    part = accelerator.Part("long", command, 1, accelerator.last_json)
-    done = accelerator.carry_out(part, tmp_path / "log", 1)
-    assert done["failed"] == "not done in 1 s" and done["last_lines"] == ["begun"]
-
-
 def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     parts = accelerator.parts_of(accelerator.Arguments(out=str(tmp_path), options="--mesh.fsdp=2"))
     assert [part.name for part in parts[:2]] == ["plain d12", "full d12"]

@@ -1,10 +1,7 @@
 import errno
 import hashlib
 import os
-import shutil
 import struct
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -156,23 +153,6 @@ def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):
     flip(path, -1)
     os.utime(path, ns=(1, 1))
     assert opened(path).blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_more_shards_than_files_may_be_open_are_read(tmp_path):
-    write_shard(tmp_path / "x.bin", TOKENS[:3], 300)
-    for i in range(350):
-        shutil.copy(tmp_path / "x.bin", tmp_path / f"{i}.bin")
-    program = """
-import resource, sys
-from pathlib import Path
-from data.shards import LocalShard
-resource.setrlimit(resource.RLIMIT_NOFILE, (320, 320))
-shards = [LocalShard(path, path.parent / "memory") for path in Path(sys.argv[1]).glob("[0-9]*.bin")]
-print(sum(int(shard[i].sum()) for i in (slice(0, 1), slice(-1, None)) for shard in shards))
-"""
-    words = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.stdout == f"{350 * (TOKENS[0] + TOKENS[2])}\n", done.stderr
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))

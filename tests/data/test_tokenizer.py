@@ -4,7 +4,7 @@ import pytest
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers
 
 from configs.schema import UserError
 from data.prepare.selection import train_tokenizer
@@ -92,32 +92,11 @@ def foreign(vocab: dict[str, int], special: str) -> TextTokenizer:
     return TextTokenizer(library.to_str())
 
 
-def lossy(kind: str) -> TextTokenizer:
-    """Return a trained tokenizer that loses text in one way."""
-    model, trainer = {
-        "WordPiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
-        "WordLevel": (models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer),
-        "Unigram": (models.Unigram(), trainers.UnigramTrainer),
-    }.get(kind, (models.BPE(), trainers.BpeTrainer))
-    library = Tokenizer(model)
-    if kind == "Unigram":
-        library.normalizer = normalizers.NFKC()
-        library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    elif kind == "Replace":
-        library.normalizer = normalizers.Replace(" ", "")
-        library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    else:
-        library.normalizer, library.decoder = normalizers.Lowercase(), decoders.WordPiece()
-        library.pre_tokenizer = pre_tokenizers.Whitespace()
-    more = {"Unigram": {"unk_token": "[UNK]"}, "Replace": {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}}
-    options = {"special_tokens": ["<s>", "[UNK]"], "vocab_size": 400, "show_progress": False} | more.get(kind, {})
-    library.train_from_iterator(TEXTS, trainer(**options))
-    return TextTokenizer(library.to_str())
-
-
-@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel", "Unigram", "Replace"])
-def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(kind):
-    tokenizer = lossy(kind)
+@pytest.mark.parametrize("changes", [normalizers.Lowercase(), normalizers.NFKC(), normalizers.Replace(" ", "")])
+def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(changes):
+    library = Tokenizer.from_str(TOKENIZER.json)
+    library.normalizer = changes
+    tokenizer = TextTokenizer(library.to_str())
     assert tokenizer.text_lost()
     assert "b.txt decode from character" in tokenizer.text_lost({"a.txt": "", "b.txt": " Naïve  ﬁve"})
 

@@ -91,8 +91,10 @@ run_command(main)
 """
 
 
-@pytest.mark.parametrize("log", ["full", "without a reader"])
-@pytest.mark.parametrize(("act", "code"), [("stop", 143), ("away", 42), ("hang", 42), ("output", 1)])
+@pytest.mark.parametrize(
+    ("act", "code", "log"),
+    [("stop", 143, "without a reader"), ("away", 42, "full"), ("hang", 42, "without a reader"), ("output", 1, "full")],
+)
 def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, code):
     reader, pipe = os.pipe()
     os.close(reader)
@@ -102,15 +104,12 @@ def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, co
 
 
 @pytest.mark.parametrize(
-    ("encoding", "closed", "out", "err"),
+    ("encoding", "closed", "out", "err", "module", "start"),
     [
-        ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n"),
-        ("latin-1", "2>&-", "é \\u65e5\n", ""),
-        ("utf-8", ">&- 2>&- <&-", "", ""),
+        ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n", "hosts.runtime", "run_command"),
+        ("latin-1", "2>&-", "é \\u65e5\n", "", "configs.command_line", "exit_code_of"),
+        ("utf-8", ">&- 2>&- <&-", "", "", "hosts.runtime", "run_command"),
     ],
-)
-@pytest.mark.parametrize(
-    ("module", "start"), [("hosts.runtime", "run_command"), ("configs.command_line", "exit_code_of")]
 )
 def test_a_text_that_the_output_cannot_show_changes_no_exit_code(encoding, closed, out, err, module, start):
     program = (

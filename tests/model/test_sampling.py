@@ -94,12 +94,6 @@ def test_greedy_equals_the_full_pass_token_by_token():
         assert row.tolist() == tokens[0].tolist()
 
 
-def test_a_row_does_not_depend_on_other_rows(network):
-    together = sample(network)
-    assert sample(network, PROMPTS[:1])[0].tolist() == together[0].tolist()
-    assert sample(network, [PROMPTS[0], [9]])[0].tolist() == together[0].tolist()
-
-
 def test_seed_and_rows_vary_and_repeat(network):
     same = sample(network, [[1, 2]] * 4)
     assert len({tuple(row) for row in same}) == 4

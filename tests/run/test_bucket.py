@@ -3,8 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import fsspec.config
 import pytest
@@ -13,9 +11,7 @@ from gcsfs.retry import HttpError
 from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
-from run import start
 from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, finished_steps
-from run.folder import RunStatus
 from run.record import local_path
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
@@ -145,21 +141,3 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)
-
-
-def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_is_asked_again(monkeypatch):
-    """A start asks whether there are checkpoints before it opens the text, and before the preflight."""
-    config = replace(tiny_config(), init_from="runs/other", run_dir=RUN)
-    text = SimpleNamespace(tokenizer=Mock(), fingerprint="")
-    monkeypatch.setattr("run.start.open_run", lambda *arguments: RunStatus([], 0, 1, ""))
-    monkeypatch.setattr("run.start.require_same_network", Mock(side_effect=UserError("the next check")))
-    monkeypatch.setattr("run.start.preflight", Mock(side_effect=UserError("the next check")))
-    starts = {
-        "run.start": (lambda: start.open_training(config), []),
-        "run.folder": (lambda: start.open_folder(Mock(config=config), text, False, None, Mock()), [1]),
-    }
-    for module, (begin, steps) in starts.items():
-        answers = [HttpError({"code": 503, "message": "try again"}), steps]
-        monkeypatch.setattr(f"{module}.finished_steps", Mock(side_effect=answers))
-        with pytest.raises(UserError, match="the next check"):
-            begin()

@@ -8,7 +8,10 @@ import jax
 import pytest
 
 from run.record import Events, read_metrics
+from run.start import check_processes
+from tests.helpers import tiny_config
 from tests.test_train import run, write_folder
+from train import Arguments
 
 CONFIG = """
 from configs.schema import *
@@ -174,6 +177,14 @@ def test_a_complete_run_without_metrics_and_summary_is_completed_again(folder, m
     assert start(monkeypatch, folder, "--run_dir=headless") == 0
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["params_sha256"] == expected and summary["loss"] is None
+
+
+def test_the_command_s_own_options_are_compared_across_processes(monkeypatch):
+    compared = []
+    monkeypatch.setattr("run.start.check_hosts_agree", lambda about, value: compared.append(value))
+    for arguments in (Arguments(), Arguments(resume_step=2), Arguments(memory=3.0)):
+        check_processes(tiny_config(), arguments)
+    assert len({*compared}) == 3
 
 
 def test_each_start_records_its_versions(folder, monkeypatch):

@@ -55,13 +55,3 @@ def test_it_is_resumed_to_the_bit_without_its_base(folder, monkeypatch, capfd):
     finally:
         Path("gone").rename("base")
     assert_as_untouched(again, Path("chat"))
-
-
-@pytest.mark.medium
-def test_it_is_resumed_on_another_mesh_to_rounding(folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    again = killed_after(summary(Path("chat"))["steps"] - 1, Path("chat"), "again")
-    assert run("train", monkeypatch, *CHAT, *OFTEN, f"--run_dir={again}", "--mesh.tensor=2", devices=2) == 0
-    assert "continuing after step" in capfd.readouterr().out
-    for name in ("loss", "val_loss"):
-        assert summary(again)[name] == pytest.approx(summary(Path("chat"))[name], rel=1e-5)

@@ -13,7 +13,6 @@ from run.record import (
     Events,
     batch_of,
     fetch_locally,
-    fetch_record,
     local_path,
     saved_up_to,
     upload,
@@ -87,15 +86,6 @@ def run_dir() -> Path:
 def contents(gcs) -> dict[str, str]:
     """Return the objects of the run, with their content."""
     return {name.removeprefix("runs/mine/"): content.decode() for name, (_, content) in gcs.objects.items()}
-
-
-def test_the_complete_record_is_uploaded_and_fetched(run_dir, gcs):
-    upload(RUN)
-    board = ("tensorboard/events.1", "tensorboard/hparams/events.2")
-    assert contents(gcs) == {name: f"of {name}" for name in (*FILES, *board)}
-    shutil.rmtree(run_dir)
-    fetch_record(RUN)
-    assert {str(path.relative_to(run_dir)) for path in run_dir.rglob("*.*")} == {*FILES}
 
 
 def test_changed_files_are_uploaded_again_and_removed_ones_deleted(run_dir, gcs):

@@ -7,16 +7,14 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from configs import nanochat, plain
 from configs.nanochat import network_of_depth
-from configs.schema import BATCH_AXES, DATA_AXES, Config, MeshConfig
+from configs.schema import BATCH_AXES, DATA_AXES, MeshConfig
 from configs.validation import resolved
-from model.gpt import kinds
-from training.layout import data_parts, padded, shard_layout
+from model.gpt import Parameter, kinds
+from training.layout import data_parts, shard_layout
 from training.mesh import batch_devices, make_mesh, resized, spec_of
 from training.shares import all_gather_data, reduce_scatter_data
 
@@ -27,14 +25,14 @@ def numbers_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: dict
     return prod(placed.stored) // prod(sizes[name] for names in placed.spec for name in names)
 
 
-def memory_ratio(config: Config, data: int, nodes: int) -> float:
+def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: int, nodes: int) -> float:
     """Return the ratio of a device's parameters and moments to those that docs/mesh.md promises."""
     sizes = {**dict(zip(DATA_AXES, data_parts(data, nodes))), "fsdp": 1, "tensor": 1}
     stored = promised = 0
-    for p, count in kinds(config.model):
+    for p, count in parameters:
         share = numbers_of(p.shape, p.axes, sizes)
         second = share
-        if config.optimizer.matrices.kind == "muon" and p.group == "matrices":
+        if is_muon and p.group == "matrices":
             inputs, outputs = p.shape
             rows = outputs < inputs
             second = numbers_of(
@@ -46,35 +44,17 @@ def memory_ratio(config: Config, data: int, nodes: int) -> float:
     return stored * data / promised
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("config", [plain.of_depth(12), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
     """Take depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""
     worst = 0.0
-    for depth in range(12, 49):
+    for depth in range(12, 49, 2):  # an odd depth has the next one's width
         of_depth = resolved(replace(config, model=network_of_depth(config.model, depth)))
+        parameters, is_muon = kinds(of_depth.model), of_depth.optimizer.matrices.kind == "muon"
         for data in (2, 3, 6, 8, 24, 40, 48, 96, 256, 512, 1024):
             for nodes in (1, data // 8) if data % 8 == 0 else (1,):
-                worst = max(worst, memory_ratio(of_depth, data, nodes))
+                worst = max(worst, memory_ratio(parameters, is_muon, data, nodes))
     assert 1.0 < worst <= 1.05
-
-
-@given(
-    st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    st.sampled_from([(None, None), ("fsdp", "tensor"), ("tensor", "fsdp"), (None, "tensor")]),
-    st.integers(1, 48),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2]),
-)
-def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
-    across = 2 if data % 2 == 0 else 1
-    sizes = {**dict(zip(DATA_AXES, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
-    assert prod(sizes[axis] for axis in DATA_AXES) == data and sizes["data_across"] == across
-    placed = shard_layout(shape, axes, sizes)
-    assert sorted(name for names in placed.spec for name in names) == sorted([*DATA_AXES, *filter(None, axes)])
-    for size, stored, axis, names in zip(shape, placed.stored, axes, placed.spec):
-        assert names[:1] == ((axis,) if axis else names[:1])
-        assert stored == padded(size, prod(sizes[name] for name in names))
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)

@@ -9,21 +9,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import arrange, batch_shape, device_groups, make_mesh, note_on_slow_links, sizes_of
+from training.mesh import arrange, batch_shape, device_groups, make_mesh, note_on_slow_links
 
 
 def mesh(replicas: int) -> Mesh:
     return make_mesh(MeshConfig(), jax.devices()[:replicas])
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-def test_mesh_takes_all_devices_it_is_given(replicas):
-    devices = jax.devices()[:replicas]
-    for config in (MeshConfig(data=-1), MeshConfig(data=replicas)):
-        assert sizes_of(make_mesh(config, devices)) == {"data": replicas, "fsdp": 1, "tensor": 1}
-    assert list(mesh(replicas).devices.flat) == devices
-    assert make_mesh(MeshConfig()).size == 8
-    assert sizes_of(make_mesh(MeshConfig(fsdp=2, tensor=2))) == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(

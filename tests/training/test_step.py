@@ -6,8 +6,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from configs.schema import MatricesConfig, MeshConfig, MuonConfig, with_options
 from model.gpt import parameter_shapes
@@ -78,44 +76,7 @@ def test_every_split_and_mesh_gives_the_reference_update():
     assert_same_steps(config, others, reference.train)
 
 
-FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8]
 ALL_FEATURES_ON = ((1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
-
-
-@pytest.mark.slow
-def test_every_other_mesh_of_eight_gives_the_update_of_one():
-    """Take four steps through micro-batches, in float32."""
-    config = tiny_config(depth=1, heads=8, kv_heads=8, head_dim=8)
-    others = {*FACTORIZATIONS} - {sizes for _, sizes in ALL_FEATURES_ON}
-    assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in others])
-
-
-@pytest.mark.parametrize(("rows", "length", "kv_heads", "part"), [(6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, data):
-    """Run two programs of each shape with any masks of targets."""
-    config = tiny_config(rows, rows, length, depth=1, kv_heads=kv_heads)
-    masks = st.lists(st.integers(0, 2**length - 1), min_size=rows, max_size=rows)
-    bits = lambda mask: (np.asarray(mask)[:, None] >> np.arange(length) & 1).astype(np.float32)
-    batches = [random_rows(config, step, bits(data.draw(masks, label="valid targets"))) for step in range(2)]
-    whole, whole_metrics = run_steps(config, batches)
-    split, metrics = run_steps(with_options(config, {"batch.rows_per_device": part}), batches)
-    assert distance(split, whole) < 1e-6
-    for ours, theirs, batch in zip(metrics, whole_metrics, batches, strict=True):
-        assert ours["valid_tokens"] == batch["weights"].sum()
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-
-
-@pytest.mark.medium
-def test_bfloat16_split_stays_close():
-    config = tiny_config(dtype="bfloat16")
-    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
-    whole, _ = run_steps(config, rows)
-    split, _ = run_steps(with_options(config, {"batch.rows_per_device": 2}), rows)
-    exact, _ = run_steps(tiny_config(), rows)
-    assert distance(split, whole) < 2e-2
-    assert distance(whole, exact) < 2e-2
 
 
 def test_a_step_without_valid_tokens_or_with_a_gradient_that_is_not_finite_changes_nothing():

@@ -1,11 +1,8 @@
 """Test that conversations of other schemas are converted as nanochat converts them."""
 
-import importlib
 import json
-import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -14,7 +11,6 @@ import pytest
 from data.conversation import messages_of
 from data.prepare.chats import main
 from hosts.runtime import run_command
-from tests.nanochat_checkout import import_nanochat
 
 MMLU = {
     "question": ["1 + 1?", "Which\nis red?"],
@@ -65,18 +61,6 @@ def test_multiple_choice_and_calculations(tmp_path, monkeypatch):
         ("python_output", "72"),
         ("text", "72.\n#### 72"),
     ]
-
-
-@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-@pytest.mark.parametrize("schema, columns", [("mmlu", MMLU), ("gsm8k", GSM8K)])
-def test_each_row_is_the_conversation_that_nanochat_s_task_makes_of_it(tmp_path, monkeypatch, schema, columns):
-    import_nanochat(monkeypatch)
-    tasks, common = importlib.import_module(f"tasks.{schema}"), importlib.import_module("tasks.common")
-    table = SimpleNamespace(shuffle=lambda seed: common.HubDataset(pyarrow.table(columns)))
-    monkeypatch.setattr(tasks, "load_hub_dataset", lambda *args, **kwargs: table)
-    task = tasks.MMLU("all", "auxiliary_train") if schema == "mmlu" else tasks.GSM8K("main", "train")
-    theirs = [{"messages": task[i]["messages"]} for i in range(len(task))]
-    assert converted(monkeypatch, tmp_path, schema, columns) == theirs
 
 
 @pytest.mark.parametrize(

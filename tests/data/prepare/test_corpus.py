@@ -101,12 +101,6 @@ def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_with_its_name(tmp_pa
         texts(find_corpus(str(tmp_path)))
 
 
-def test_a_long_file_is_cut_among_others_too(tmp_path):
-    write_files(tmp_path, {"long.txt": "some words\n" * 150_000, "short.txt": "words " * 10_000})
-    sizes = [len(text) for text in texts(find_corpus(str(tmp_path))).values()]
-    assert len(sizes) > 50 and sizes[-1] == 60_000 and max(sizes[:-1]) < 2 * CHUNK_BYTES
-
-
 def test_excluded_files_are_listed_with_the_option_that_includes_them(tmp_path):
     write_files(tmp_path, {"a.txt": "one", "b.rst": "two" * 9, "c.json": "{}", "d.txt.gz": "x", "e.png": "x" * 999})
     corpus = find_corpus(str(tmp_path))

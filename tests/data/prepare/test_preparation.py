@@ -129,38 +129,6 @@ def test_files_added_later_give_the_complete_dataset(settings, tmp_path):
     assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_a_preparation_killed_at_any_write_resumes_to_the_same_bytes(settings, tmp_path, monkeypatch):
-    """Kill at every rename, with half of the file written."""
-    settings = replace(settings, tokenizer=str(made_tokenizer(tmp_path)))
-    prepare(settings, tmp_path / "whole")
-    replace_file, rename, calls = Path.replace, Path.rename, iter(())
-
-    def dying_replace(path: Path, to: Path):
-        if next(calls) == call:
-            path.write_bytes(path.read_bytes()[:100])
-            raise Killed
-        return replace_file(path, to)
-
-    def dying_rename(path: Path, to: Path):  # the target is complete
-        if next(calls) == call:
-            raise Killed
-        return rename(path, to)
-
-    for call in range(0, 90, 11):
-        calls, out = iter(range(1000)), tmp_path / str(call)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", dying_replace)
-            patch.setattr(Path, "rename", dying_rename)
-            with pytest.raises(Killed):
-                prepare(settings, out)
-        prepare(settings, out)
-        assert digests(out) == digests(tmp_path / "whole")
-
-
 def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path, monkeypatch):
     trained = []
 
