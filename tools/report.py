@@ -26,6 +26,7 @@ AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
+SMALL_SHARE = 0.05  # axes of shares that are mostly near 0 show this much at least: microseconds do not look large
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Arguments:
     runs: Annotated[AnyPaths, tyro.conf.Positional]
     """Folders of runs, here or at gs://, each with a config.json."""
     out: FilePath = ""
-    """The page. Default: report.html in the first run's folder, or here if that run is at gs://."""
+    """The page. Default: report.html in the run's folder, beside the first folder of several runs, or here for one at
+    gs://."""
 
 
 class Course(NamedTuple):
@@ -200,13 +202,25 @@ def six_digits(values: list[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def layout(plot: Plot) -> dict[str, Any]:
-    """Return plotly's layout of a plot."""
+def log_tick(lines: list[dict]) -> str | int | None:
+    """Return plotly's `dtick` of a logarithmic axis: a label for each power of ten or several, also for 2 and 5 (D2),
+    or None for values so close that plotly's own choice is a linear one."""
+    values = [value for line in lines for value in line["y"] if value > 0]
+    powers = math.log10(max(values) / min(values)) if values else 0
+    return None if powers < 0.8 else "D2" if powers < 2.5 else math.ceil(powers / 6)
+
+
+def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
+    """Return plotly's layout of a plot with these lines."""
     line = {"gridcolor": "#e8e8e8", "linecolor": "#999999", "zeroline": False}
     y = {**line, "title": {"text": plot.unit, "standoff": 4}, "type": "log" if plot.log else "linear"}
     y["exponentformat"] = "power" if plot.log else "SI"
-    if plot.id in ("speed", "mfu", "waiting", "memory"):  # small changes do not look large
+    if plot.log:
+        y["dtick"] = log_tick(lines)
+    if plot.id in ("speed", "mfu", "waiting", "memory", "unchanged"):  # small changes do not look large
         y["rangemode"] = "tozero"
+    if plot.id in ("waiting", "unchanged"):
+        y["autorangeoptions"] = {"include": SMALL_SHARE}
     return {
         "margin": {"l": 68, "r": 12, "t": 8, "b": 44},
         "font": {"family": "inherit", "size": 12, "color": "#333333"},
@@ -247,13 +261,14 @@ def table(runs: list[Run], columns: list[dict[str, str]], differing: bool = Fals
         values = [column.get(name, "") for column in columns]
         if any(values) and (len(set(values)) > 1 or not differing):
             rows.append([name, *values])
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    cells = ["".join(f'<td dir="auto">{escape(cell)}</td>' for cell in row) for row in rows]
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def texts(title: str, shown: list[str]) -> str:
-    """Return texts of a run that a click on the title shows."""
-    return f"<details><summary>{escape(title)}</summary>{''.join(f'<pre>{escape(x)}</pre>' for x in shown)}</details>"
+    """Return texts of a run that a click on the title shows. Arabic or Hebrew runs from right to left."""
+    parts = "".join(f'<pre dir="auto">{escape(text)}</pre>' for text in shown)
+    return f"<details><summary>{escape(title)}</summary>{parts}</details>"
 
 
 def samples_and_jumps(run: Run) -> str:
@@ -285,9 +300,10 @@ SCRIPT = """
 function draw() {
   const axis = document.querySelector("input[name=axis]:checked").value;
   const places = report.axes.map((run) => new Map(run.step.map((step, i) => [step, run[axis][i]])));
+  const end = Math.max(...report.axes.flatMap((run) => run[axis]));
   for (const { id, traces, layout } of report.plots) {
     const moved = traces.map((trace) => ({ ...trace, x: trace.x.map((step) => places[trace.meta].get(step)) }));
-    const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] } };
+    const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] }, range: [-0.02 * end, 1.02 * end] };
     Plotly.react(id, moved, { ...layout, xaxis }, { displayModeBar: false, responsive: true });
   }
 }
@@ -305,7 +321,7 @@ def page(runs: list[Run]) -> str:
     for run in runs:
         steps = sorted({line["step"] for line in run.lines})
         axes.append({axis: six_digits(run.along(axis, steps)) for axis in AXES})
-    plots = [{"id": plot.id, "traces": lines, "layout": layout(plot)} for plot, lines in drawn]
+    plots = [{"id": plot.id, "traces": lines, "layout": layout(plot, lines)} for plot, lines in drawn]
     data = json.dumps({"plots": plots, "axes": axes, "axis_names": AXES}, allow_nan=False).replace("<", "\\u003c")
     title = escape(", ".join(run.name for run in runs))
     made = escape(f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} from {', '.join(run.folder for run in runs)}")
@@ -334,7 +350,7 @@ def main() -> int:
         raise UserError("name at least one run's folder: python -m tools.report runs/small")
     runs = read_runs(list(arguments.runs))
     folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
-    out = Path(arguments.out or folder / "report.html")
+    out = Path(arguments.out or (folder if len(runs) == 1 else folder.parent) / "report.html")
     try:
         write_whole(out, page(runs))
     except OSError as error:
