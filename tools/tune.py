@@ -322,16 +322,18 @@ def new_axes(**labels: str) -> tuple[Any, Any]:
 
 def draw_micro_batch(points: list[Point], chosen: Point, path: Path) -> None:
     """Draw speed against memory."""
-    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title="micro-batch: labels are rows")
-    groups = {f"remat={remat}": [point for point in points if point.remat == remat] for remat in REMATS}
-    groups |= {"chosen": [chosen]}
-    for (label, of), style in zip(groups.items(), ("oC0", "sC1", "^C2", "xr")):
-        axes.plot([point.memory / GIB for point in of], [point.speed for point in of], style, label=label)
+    title = "micro-batch: labels are rows, the red ring is chosen"
+    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title=title)
     best = frontier(points)
     axes.plot([point.memory / GIB for point in best], [point.speed for point in best], color="grey", label="frontier")
+    for remat, style in zip(REMATS, ("oC0", "sC1", "^C2")):
+        of = [point for point in points if point.remat == remat]
+        axes.plot([point.memory / GIB for point in of], [point.speed for point in of], style, label=f"remat={remat}")
+    axes.plot(chosen.memory / GIB, chosen.speed, "or", fillstyle="none", markersize=14, markeredgewidth=2)
     for point in points:
-        axes.annotate(f" {point.rows}", (point.memory / GIB, point.speed), fontsize="small")
-    axes.legend(fontsize="small")
+        axes.annotate(str(point.rows), (point.memory / GIB, point.speed), (8, 6), textcoords="offset points")
+    axes.margins(0.12)
+    axes.legend(fontsize="small", loc="lower right")
     write_picture(path, figure)
 
 
@@ -353,6 +355,7 @@ def draw_rates(losses: dict[float, list[float]], path: Path) -> None:
     for seed in range(SEEDS):
         axes.plot(list(losses), [of[seed] for of in losses.values()], "o-", label=f"seed {seed}")
     axes.set_xticks(list(losses), [f"{factor:.3g}" for factor in losses])
+    axes.minorticks_off()
     axes.legend(fontsize="small")
     write_picture(path, figure)
 

@@ -25,6 +25,24 @@ def test_the_micro_batch_is_the_least_memory_that_is_nearly_as_fast_as_the_faste
     assert knee([FAST, WORSE, NEARLY, SLOW]) == NEARLY and knee([FAST, SLOW]) == FAST
 
 
+def test_no_label_of_a_picture_leaves_its_frame(monkeypatch, tmp_path):
+    """The chosen micro-batch has a mark of its own, whatever its `remat`."""
+    drawn = []
+    monkeypatch.setattr(tune, "write_picture", lambda path, figure: drawn.append(figure))
+    tune.draw_micro_batch([FAST, WORSE, NEARLY, SLOW], NEARLY, tmp_path)
+    tune.draw_rates({0.5: [3.1] * 3, 1.0: [3.0] * 3, 2.0: [3.1] * 3}, tmp_path)
+    micro_batch, rates = (figure.axes[0] for figure in drawn)
+    for axes in (micro_batch, rates):
+        axes.figure.draw_without_rendering()
+        frame = axes.get_window_extent()
+        assert all(frame.contains(*text.get_window_extent().max) for text in axes.texts)
+    assert len(micro_batch.texts) == 4
+    (ring,) = [line for line in micro_batch.lines if line.get_fillstyle() == "none"]
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (NEARLY.memory / tune.GIB, NEARLY.speed)
+    ticks = [tick for tick in rates.get_xticklabels(which="both") if tick.get_text()]
+    assert [tick.get_text() for tick in ticks] == ["0.5", "1", "2"]  # none for 6 x 10^-1
+
+
 @pytest.mark.parametrize(
     ("noise", "expected"),
     [
