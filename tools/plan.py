@@ -21,7 +21,7 @@ from configs.validation import validate
 from data.dataset import open_text
 from hosts.machines import GIB, HEADROOM, Machine, Topology, machines, name_of
 from model.gpt import flops_per_token
-from tools.programs.topologies import devices_of, known_topology
+from tools.programs.topologies import devices_of, parse_topology
 
 DEPTHS = {True: (8, 10), False: (2, 4)}
 """Blocks of the programs that are compiled for GPUs, and for TPUs. Below 8 blocks, a GPU's products of weight gradients
@@ -216,7 +216,7 @@ def plan(config: Config, arguments: Arguments) -> int:
     """Print the plan. Raise UserError for a topology that does not exist, and for sizes that do not divide."""
     if not arguments.topology:
         raise UserError("--topology is missing: the machine to plan for, as --topology=v5e:16x16 or h200:8")
-    topology = known_topology(arguments.topology)
+    topology = parse_topology(arguments.topology)
     config = with_steps(config)
     devices = devices_of(arguments.topology)
     from training.memory import SMALLER

@@ -26,7 +26,7 @@ V5E = "--topology=v5e:4x4"
     ("words", "text"),
     [
         (["--topology=v9:4x4"], "hosts/machines.toml does not describe v9; it has v4, v5e"),
-        (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v5e:4x4x4"], "v5e takes 2 number(s), as "),
         (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips"),
         ([], "--topology is missing"),
         (["--config=none.py", V5E], "--config=none.py"),
