@@ -70,9 +70,8 @@ class Run:
         return Course([step for step, _ in known], [value for _, value in known])
 
     def names(self, *path: str) -> list[str]:
-        """Return the keys at this place of the lines, as names("grad_norms"): the groups. Numbers are sorted."""
-        names = {name for line in self.lines for name in at(line, *path) or ()}
-        return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
+        """Return the keys at this place of the lines, as names("grad_norms"): the groups."""
+        return sorted({name for line in self.lines for name in at(line, *path) or ()})
 
     def along(self, axis: str, steps: list[int]) -> list[float]:
         """Return the positions of steps on an axis of AXES. Evaluations have no seconds: these are interpolated between
@@ -95,7 +94,7 @@ class Plot(NamedTuple):
     """True for a logarithmic y axis, which leaves out values below or at 0."""
 
 
-GROUPS, BLOCKS = "diagnostics.groups.*", "diagnostics.blocks.*"
+GROUPS = "diagnostics.groups.*"
 NOISE = {"batch": "valid_tokens", "noise scale": "diagnostics.noise_scale", "low": "diagnostics.noise_scale_low"}
 NOISE |= {"high": "diagnostics.noise_scale_high", "from AdamW's moments": "diagnostics.noise_scale_moments"}
 PLOTS = (
@@ -110,8 +109,6 @@ PLOTS = (
     Plot("updates", "Norms of updates", "norm", {"": f"{GROUPS}.update_norm"}, log=True),
     Plot("snr", "Optimizer's signal over noise", "ratio", {"": f"{GROUPS}.snr"}, log=True),
     Plot("unchanged", "Parameters unchanged by a step", "share", {"": f"{GROUPS}.unchanged_share"}),
-    Plot("blocks", "Norms of gradients, by block", "norm", {"": f"{BLOCKS}.gradient_norm"}, log=True),
-    Plot("block-ratios", "Update over parameter, by block", "ratio of norms", {"": f"{BLOCKS}.update_ratio"}, log=True),
     Plot("speed", "Throughput", "tokens a second", {"tokens": "tokens_per_second"}),
     Plot("mfu", "MFU", "share of the devices' peak", {"MFU": "mfu"}),
     Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
@@ -155,12 +152,11 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def add_ratios(lines: list[dict]) -> None:
-    """Add `update_ratio`, the norm of an update over its parameter's, to the diagnostics of groups and blocks."""
+    """Add `update_ratio`, the norm of an update over its parameters', to the diagnostics of groups."""
     for line in lines:
-        for kind in ("groups", "blocks"):
-            for facts in (at(line, "diagnostics", kind) or {}).values():
-                if at(facts, "update_norm") and at(facts, "parameter_norm"):
-                    facts["update_ratio"] = facts["update_norm"] / facts["parameter_norm"]
+        for facts in (at(line, "diagnostics", "groups") or {}).values():
+            if at(facts, "update_norm") and at(facts, "parameter_norm"):
+                facts["update_ratio"] = facts["update_norm"] / facts["parameter_norm"]
 
 
 def places(plot: Plot, runs: list[Run]) -> dict[str, list[str]]:
@@ -188,8 +184,6 @@ def traces(plot: Plot, runs: list[Run]) -> list[dict]:
                 continue
             color, dash = (j, i) if len(runs) == 1 or "" in plot.lines else (i, j)
             style = {"width": 1.5, "color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)]}
-            if plot.id.startswith("block"):  # in their order, from light to dark
-                style["color"] = f"hsl(222, 60%, {80 - 55 * j / max(1, len(found) - 1):.0f}%)"
             trace = {"type": "scatter", "mode": "lines+markers" if len(course.steps) <= FEW else "lines", "line": style}
             trace |= {"name": name if len(runs) == 1 else f"{run.name}: {name}", "hovertemplate": "%{y:.4~g}"}
             # The page moves x from steps to the axis that a reader chooses; `meta` is the run.
@@ -228,7 +222,7 @@ def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
         "xaxis": line,
         "yaxis": y,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        "showlegend": not plot.id.startswith("block"),  # too many names; a hover shows them
+        "showlegend": True,
     }
 
 

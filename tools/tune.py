@@ -80,8 +80,8 @@ class Runs:
     def train(self, name: str, values: dict[str, Any], fresh: bool = False, may_fail: bool = False) -> dict:
         """Train with these options instead of the config's, unless a run of this name, with the same options, code,
         versions and devices, is complete. Return its record: the folder, whether it fits the memory, the peak memory in
-        bytes, the held-out loss, and the cost. `fresh`: begin an interrupted run again. `may_fail`: a run that gives up
-        (code 1) has an infinite loss; otherwise exit."""
+        bytes, the held-out loss, and the seconds. `fresh`: begin an interrupted run again. `may_fail`: a run that gives
+        up (code 1) has an infinite loss; otherwise exit."""
         config = with_options(self.config, SHORT | values)
         every = {name: list(value) if isinstance(value, tuple) else value for name, value in options(config).items()}
         given = {name for name, role in roles().items() if Role.FILE not in role} - {"epochs"}
@@ -108,8 +108,8 @@ class Runs:
 
 
 def run_train(words: list[str], log: Path, may_fail: bool) -> dict:
-    """Run train.py. Return whether its memory sufficed, the process's peak memory, and the cost. Exit with its code if
-    it did not end well."""
+    """Run train.py. Return whether its memory sufficed, the process's peak memory, and the seconds. Exit with its code
+    if it did not end well."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with log.open("w") as file:
@@ -125,8 +125,7 @@ def run_train(words: list[str], log: Path, may_fail: bool) -> dict:
         print(f"{text[-1500:]}\ntrain.py ended with {code}: {log}", file=sys.stderr)
         raise SystemExit(code if code > 0 else Exit.FAILED)
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    cost = {"seconds": time.monotonic() - began, "processor_seconds": usage.ru_utime + usage.ru_stime}
-    return {"fits": fits, "memory": memory, **cost}
+    return {"fits": fits, "memory": memory, "seconds": time.monotonic() - began}
 
 
 class Point(NamedTuple):
