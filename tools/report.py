@@ -36,7 +36,7 @@ class Arguments:
     runs: Annotated[AnyPaths, tyro.conf.Positional]
     """Folders of runs, here or at gs://, each with a config.json."""
     out: FilePath = ""
-    """The page. Default: report.html in the run's folder, beside the first folder of several runs, or here for one at
+    """The page. Default: report.html in the run's folder, next to the first folder of several runs, or here for one at
     gs://."""
 
 
