@@ -30,6 +30,7 @@ DEVICE = (
     "import jax, json; d = jax.devices(); "
     "print(json.dumps({'device': d[0].device_kind, 'devices': len(d), 'jax': jax.__version__}))"
 )
+PLAIN, FULL = "configs/plain.py", "configs/nanochat.py"
 COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")
 
 
@@ -41,10 +42,6 @@ class Arguments:
     """Time for all parts. A part starts only if its own limit still fits."""
     out: FilePath = "runs/accelerator"
     """Folder of the results. A part with a result there is not measured again."""
-    plain: FilePath = "configs/plain.py"
-    """Config of the plain network."""
-    full: FilePath = "configs/nanochat.py"
-    """Config of the network with all options and Muon."""
     depths: tuple[Positive[int], ...] = (12, 20)
     """Depths at which the throughput of both networks is measured. All other parts use the first."""
     rows: tuple[Positive[int], ...] = (32, 16)
@@ -56,8 +53,6 @@ class Arguments:
     reference: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
     It runs between the throughputs. Empty: none."""
-    parts: tuple[str, ...] = ()
-    """Names of the parts to run. Empty: all."""
 
 
 class Part(NamedTuple):
@@ -77,7 +72,7 @@ def last_json(output: str) -> dict[str, Any]:
 
 def parts_of(arguments: Arguments) -> list[Part]:
     """Return all parts, the most useful first."""
-    out, plain, full, options = Path(arguments.out), arguments.plain, arguments.full, shlex.split(arguments.options)
+    out, options = Path(arguments.out), shlex.split(arguments.options)
     depth, rows, step = arguments.depths[0], arguments.rows[0], f"--micro_batches={arguments.micro_batches}"
 
     def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
@@ -86,29 +81,26 @@ def parts_of(arguments: Arguments) -> list[Part]:
         return Part(name, [*command, *words, *options], 120, last_json)
 
     def both(depth: int, rows: int) -> list[Part]:
-        networks = (("plain", plain), ("full", full))
+        networks = (("plain", PLAIN), ("full", FULL))
         return [throughput(f"{n} d{depth}", c, step, depth=depth, rows=rows) for n, c in networks]
 
     run_dir = out / "run"
     train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
     train = [*train.split(), f"--run_dir={run_dir}", f"--batch.rows_per_device={rows}", *options]
-    train = [sys.executable, "train.py", f"--config={plain}", f"--model.depth={depth}", *train]
+    train = [sys.executable, "train.py", f"--config={PLAIN}", f"--model.depth={depth}", *train]
     short = "--steps=60 --model.depth=4 --checkpoint.every_steps=10 --checkpoint.keep_every=20 --eval.every_steps=30"
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
-    chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={full}", f"--options={short}"]
+    chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={FULL}", f"--options={short}"]
     return [
         *both(depth, rows),
-        throughput(f"full d{depth}, not deterministic", full, step, "--deterministic=False"),
-        throughput(f"full d{depth}, complete rows", full, step, "--model.window_pattern=L"),
+        throughput(f"full d{depth}, not deterministic", FULL, step, "--deterministic=False"),
+        throughput(f"full d{depth}, complete rows", FULL, step, "--model.window_pattern=L"),
         Part("reference", ["bash", "-c", arguments.reference], 150, last_json),
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
         *(part for sizes in list(zip(arguments.depths, arguments.rows))[1:] for part in both(*sizes)),
         Part("train.py", train, 200, lambda _: of_run(run_dir)),
-        *(throughput(f"plain d{depth}, {n} rows", plain, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
-        throughput(f"plain d{depth}, windows", plain, step, "--model.window_pattern=SSSL"),
-        throughput(f"plain d{depth}, sampling", plain, step, "--program=sampling"),
-        throughput(f"plain d{depth}, evaluation", plain, step, "--program=evaluation"),
-        throughput(f"plain d{depth}, measuring itself", plain, step, "--program=measuring_step"),
+        *(throughput(f"plain d{depth}, {n} rows", PLAIN, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
+        throughput(f"plain d{depth}, windows", PLAIN, step, "--model.window_pattern=SSSL"),
     ]
 
 
@@ -184,8 +176,6 @@ def main() -> int:
         raise UserError(f"--rows={arguments.rows}: give as many as --depths={arguments.depths}")
     parts = parts_of(arguments)
     names = [part.name for part in parts]
-    if unknown := set(arguments.parts) - set(names):
-        raise UserError(f"--parts: no part is named {sorted(unknown)}; there are {names}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "accelerator.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
@@ -197,7 +187,7 @@ def main() -> int:
         raise UserError(f"{path} was measured on {record['device']}; this machine has {device}: give another --out")
 
     def wanted(part: Part) -> bool:
-        if part.name not in (arguments.parts or names) or (part.name == "reference" and not arguments.reference):
+        if part.name == "reference" and not arguments.reference:
             return False
         before = record["parts"].get(part.name, {})
         return "result" not in before or before["command"] != shlex.join(part.command)

@@ -49,10 +49,10 @@ def report(crossed: list[Collective]) -> None:
     rows = defaultdict(lambda: np.zeros(2, int))
     for c in crossed:
         place = "loop" if c.in_loop else "once"
-        rows[c.kind, c.dtype, "+".join(c.axes), place, c.label] += (c.times, c.times * c.bytes_each)
-    print(f"{'collective':20}{'type':6}{'axes':18}{'place':7}{'times':>6}{'bytes a step':>16}  label")
-    for (kind, dtype, axes, place, label), (times, size) in rows.items():
-        print(f"{kind:20}{dtype:6}{axes:18}{place:7}{times:6}{size:16,}  {label}")
+        rows[c.kind, c.dtype, "+".join(c.axes), place] += (c.times, c.times * c.bytes_each)
+    print(f"{'collective':20}{'type':6}{'axes':18}{'place':7}{'times':>6}{'bytes a step':>16}")
+    for (kind, dtype, axes, place), (times, size) in rows.items():
+        print(f"{kind:20}{dtype:6}{axes:18}{place:7}{times:6}{size:16,}")
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def main() -> int:
     print(f"estimated cycles: {cycles:,}" if cycles else f"read and written in memory: {traffic(text):,} bytes")
     wrong = [c for c in crossed if c.in_loop and "data" in c.axes]
     for c in wrong:
-        print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each, {c.label}")
+        print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each")
     return 1 if wrong else 0
 
 

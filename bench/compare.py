@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -164,16 +165,19 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     """Draw each comparison's interval and seeds."""
     from matplotlib.figure import Figure  # a second to import
 
-    figure = Figure(figsize=(8, 1.2 + 0.6 * len(comparisons)), layout="constrained")
+    labels = [fill(of.recipe, 45, break_on_hyphens=False) for of in comparisons]
+    minus = fill(f"bits per byte, minus {comparisons[0].first}", 80, break_on_hyphens=False)
+    lines = sum(max(2, label.count("\n") + 2) for label in labels) + minus.count("\n")
+    figure = Figure(figsize=(10, 1.2 + 0.22 * lines), layout="constrained")
     axes = figure.add_subplot()
     for i, of in enumerate(comparisons):
         axes.plot(of.by_seed, [i] * len(of.by_seed), "|", color="C0", markersize=12)
         axes.plot(of.interval, [i, i], color="C0")
         axes.plot(of.difference, i, "o", color="C0")
     axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(comparisons)), [of.recipe.replace(" --", "\n--") for of in comparisons])
+    axes.set_yticks(range(len(comparisons)), labels)
     axes.set_ylim(len(comparisons) - 0.5, -0.5)
-    axes.set_xlabel(f"bits per byte, minus {comparisons[0].first}; 95% intervals, a tick for each seed")
+    figure.supxlabel(f"{minus}\n95% intervals, a tick for each seed", fontsize="medium")
     axes.grid(alpha=0.3, axis="x")
     write_picture(path, figure)
 

@@ -1,7 +1,6 @@
 """Measure what goes wrong in gradient accumulation: the figures of docs/gradient-accumulation.md.
 
-    python -m bench.gradient_accumulation types      # optax issue 1567: bfloat16 parameters under optax.MultiSteps
-    python -m bench.gradient_accumulation notebook   # optax's own notebook: 9 examples at once, or 3 times 3
+    python -m bench.gradient_accumulation   # optax issue 1567: bfloat16 parameters under optax.MultiSteps
 
 A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) learns rows of 128 tokens of the standard library.
 """
@@ -10,13 +9,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -61,10 +59,8 @@ DTYPE = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The figures to compute."""
+    """The length of the measurement."""
 
-    part: Annotated[Literal["types", "notebook"], tyro.conf.Positional]
-    """The measurement."""
     steps: Positive[int] = 200
     """Optimizer steps of each training run."""
 
@@ -172,44 +168,10 @@ def types(steps: int) -> dict:
     return results
 
 
-def notebook(schedule: str) -> float:
-    """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3 and 3 x 3 rows under
-    MultiSteps(3) over their means. `schedule` is a ScheduleConfig kind; both count it in updates."""
-    # An eps above the gradients' rounding. Adam would otherwise amplify rounding to full updates.
-    group = GroupConfig(peak_rate=0.01, eps=1e-4)
-    shape = ScheduleConfig(schedule, warmup_steps=0, warmdown=1.0)  # pyright: ignore
-    config = replace(
-        CONFIG,
-        steps=4,
-        batch=BatchConfig(sequence_length=16, tokens_per_step=144, rows_per_device=3),
-        optimizer=OptimizerConfig(group, MatricesConfig(**vars(group)), group, schedule=shape, clip_norm=1e9),
-    )
-    built = build(config, jax.devices()[:1])
-    graphdef, _ = split_model(config.model, DTYPE)
-    state = built.create_state()
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + 0.05 * generator.standard_normal(p.shape, np.float32), state.params)
-    state = state._replace(params=jax.tree.map(jnp.array, params))
-    theirs = optax.MultiSteps(plain_adamw(config), 3)
-    their_state, update = theirs.init(params), plain_update(graphdef, theirs)
-    for _ in range(2):
-        tokens = generator.integers(0, config.model.vocab_size, (2, 3, 3, 16), np.int32)
-        batch: Any = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones((3, 3, 16), np.float32)}
-        state, _ = built.train_step(state, batch)
-        for k in range(3):
-            params, their_state, _ = update(params, their_state, {name: array[k] for name, array in batch.items()})
-    difference = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, params))
-    return float(difference / optax.tree.norm(params))
-
-
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    if arguments.part == "notebook":
-        results = {kind: notebook(kind) for kind in ("constant", "warmup_cosine", "warmup_constant_warmdown")}
-    else:
-        results = types(arguments.steps)
-    print(json.dumps(results))
+    print(json.dumps(types(arguments.steps)))
     return 0
 
 

@@ -142,7 +142,9 @@ def validate(config: Config) -> None:
 def require_steps(config: Config) -> None:
     """Raise UserError for a command that needs a number of steps, if the config has an epoch in its place."""
     if not config.steps:
-        raise UserError("--steps=0 counts epochs of the text, which train.py alone does: give a number of steps here")
+        raise UserError(
+            "--steps=0 counts epochs of the text, as train.py and tools.plan do: give a number of steps here"
+        )
 
 
 def _shares_kv_heads(model: ModelConfig, devices: int) -> bool:

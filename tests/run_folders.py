@@ -6,7 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from configs.schema import BatchConfig, Config
+from configs.schema import BatchConfig, Config, DataConfig
 
 GROUPS = ("embed", "lm_head", "matrices")
 BEGAN = 1_800_000_000.0
@@ -21,12 +21,14 @@ def write_run(
     complete: bool = True,
     slope: float = 1.0,
     batch: int = 65_536,
+    length: int = 2048,
+    data: DataConfig | None = None,
     line: dict | None = None,
 ) -> Path:
     """Write a run of `logged` of its 400 steps, with a line every ten. `line` overrides fields of each logged line."""
     steps = 400
     folder.mkdir(parents=True)
-    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch))
+    config = Config(name=name, steps=steps, batch=BatchConfig(length, batch), data=data or DataConfig())
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
     versions = {"python": "3.12.1", "jax": "0.12.0.1"}
     record = {"config": dataclasses.asdict(config), "dataset": "5220a8abef52476f", "versions": versions}

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.messages import progress
+from configs.retry import with_retries
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
@@ -19,8 +20,8 @@ from data.mixture import read_source
 from data.packing import Row, learned, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
-from run.folder import read_record
-from run.record import Events, batch_of
+from run.folder import record_of
+from run.record import Events, batch_of, in_bucket, reading, storage_path
 
 AT_ONCE = 1000  # documents that are read at a time
 
@@ -30,7 +31,8 @@ class Arguments:
     """Options of this command."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A dataset folder, here or at a URL, or a run's folder, whose text, seed, packing and sizes are then used."""
+    """A dataset folder, here or at a URL, or a run's folder, here or at gs://, whose text, seed, packing and sizes are
+    then used."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Show the batch of this step (the first is 0). For a run: the step's actual batch."""
     rows: Positive[int] = 4
@@ -67,23 +69,19 @@ def read_documents(dataset: Dataset, part: str) -> Documents:
     return Documents(starts, ends - starts, sizes, hashes, learns)
 
 
-def pack(dataset: Dataset, documents: Documents, packing: str, length: int) -> tuple[int, float, float, float]:
-    """Plan rows of `length` tokens for training. Return the rows, the share of positions that no document fills, the
-    share of documents that would fit a row but are cut in two, and the mean number of tokens of its own document that a
-    target sees."""
+def pack(dataset: Dataset, documents: Documents, packing: str, length: int) -> tuple[int, float, float]:
+    """Plan rows of `length` tokens for training. Return the rows, the share of positions that no document fills, and
+    the share of documents that would fit a row but are cut in two."""
     stream, starts, tokens = dataset.stream("train"), documents.starts, documents.tokens
     if packing == "stream":
         rows = max(len(stream) - 1, 0) // length
-        bounds = np.union1d(starts[starts < rows * length], np.arange(rows) * length)
-        pieces = np.diff(bounds, append=rows * length)
-        cut = starts // length != (starts + tokens - 1) // length
+        filled, cut = rows * length, starts // length != (starts + tokens - 1) // length
     else:
         headless = stream.read(0, 1).tolist() != [dataset.tokenizer.bos]
         plan = plan_rows(packing, starts, len(stream), length, headless)
-        rows, pieces, cut = len(plan.rows) - 1, plan.lengths, np.zeros(len(starts), bool)
-    targets, fit = max(int(pieces.sum()), 1), tokens <= length
-    seen = float((pieces * (pieces + 1) / 2).sum())  # a piece's targets see 1, 2, ... tokens of it
-    return rows, 1 - targets / max(rows * length, 1), (cut & fit).sum() / max(fit.sum(), 1), seen / targets
+        rows, filled, cut = len(plan.rows) - 1, int(plan.lengths.sum()), np.zeros(len(starts), bool)
+    fit = tokens <= length
+    return rows, 1 - filled / max(rows * length, 1), (cut & fit).sum() / max(fit.sum(), 1)
 
 
 def describe(dataset: Dataset, place: str, length: int) -> str:
@@ -104,11 +102,9 @@ def describe(dataset: Dataset, place: str, length: int) -> str:
             f"{longer:,} training conversations are longer than a row"
         )
     for packing in ("whole",) if dataset.conversations else ("stream", "best_fit"):
-        rows, padding, cut, seen = pack(dataset, train, packing, length)
-        lines.append(
-            f"{packing:8}  {rows:,} rows of {length} tokens: {padding:.3%} padding, {cut:.1%} of the documents that "
-            f"fit a row are cut; a target sees {seen:,.0f} tokens of its own document"
-        )
+        rows, padding, cut = pack(dataset, train, packing, length)
+        facts = f"{padding:.3%} padding, {cut:.1%} of the documents that fit a row are cut"
+        lines.append(f"{packing:8}  {rows:,} rows of {length} tokens: {facts}")
     return "\n".join(lines)
 
 
@@ -153,11 +149,20 @@ def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) 
         print(f"row {i} of the step, row {number:,} of {text.names[part]}:\n{describe_row(row, text.tokenizer)}")
 
 
+def holds_run(path: str) -> bool:
+    """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
+    if "://" in path and not in_bucket(path):
+        return False
+    with reading(path):
+        return with_retries(path, (storage_path(path) / "config.json").exists)
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
-    if (record := Path(path) / "config.json").exists():
-        config = read_record(record)[1]
+    is_run = holds_run(path)
+    if is_run:
+        config = record_of(path)[1]
     elif "://" in path or Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)
         config = Config(name="dataset", data=DataConfig(path, arguments.tokenizer), batch=batch)
@@ -166,7 +171,7 @@ def main() -> int:
     names, options = read_source(config.data.source)[0], replace(config.data, packing="best_fit")  # finds documents
     datasets = [open_dataset(name, options, config.model.vocab_size, cache_dir()) for name in names]
     if arguments.step is not None:
-        if not record.exists() and datasets[0].conversations:
+        if not is_run and datasets[0].conversations:
             config = replace(config, data=replace(config.data, packing="whole"))
         show_step(config, path, arguments.step, arguments.rows, datasets[0].tokenizer.vocab_size)
         return 0

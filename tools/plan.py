@@ -11,14 +11,17 @@ docs/planning.md has measured cases.
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, NamedTuple
 
 from configs.command_line import Exit, exit_code_of, parse
+from configs.files import cache_dir
 from configs.schema import Config, NotNegative, Share, UserError, with_options
-from configs.validation import require_steps, validate
+from configs.validation import validate
+from data.dataset import open_text
 from hosts.machines import GIB, HEADROOM, Machine, Topology, machines, name_of
 from model.gpt import flops_per_token
-from tools.programs.topologies import devices_of, known_topology
+from tools.programs.topologies import devices_of, parse_topology
 
 DEPTHS = {True: (8, 10), False: (2, 4)}
 """Blocks of the programs that are compiled for GPUs, and for TPUs. Below 8 blocks, a GPU's products of weight gradients
@@ -146,6 +149,25 @@ def first_rows(config: Config) -> int:
     return 1 if config.batch.rows_per_device == "auto" else config.batch.rows_per_device
 
 
+def with_steps(config: Config) -> Config:
+    """Return the config with the steps of its epochs, if it gives those. They are counted in its text, which is
+    prepared as by train.py."""
+    if config.steps:
+        return config
+    length = config.batch.sequence_length
+    rows = config.batch.tokens_per_step // length
+    text = open_text(config.data, config.model.vocab_size, length, rows, cache_dir())
+    all_rows = ceil(config.epochs * sum(map(len, text.train)))
+    return with_options(config, {"steps": ceil(all_rows / rows)})
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the largest unit that it has at least two of, or in seconds."""
+    units = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+    name = next((name for name, size in units.items() if seconds >= 2 * size), "seconds")
+    return f"{seconds / units[name]:.3g} {name}"
+
+
 def table(plans: list[Plan]) -> str:
     """Return a table of meshes: rows, micro-batches, GiB by part, and MB a step over each axis."""
     names = list(plans[0].parts)
@@ -168,15 +190,15 @@ def time_and_cost(config: Config, topology: Topology, dtype: str, arguments: Arg
     flops = tokens * flops_per_token(config.model, config.batch.sequence_length)
     peak = machines()[topology.kind].peak(dtype)
     seconds = flops / (devices * peak * arguments.mfu)
-    days = config.steps * seconds / 86400
+    whole = config.steps * seconds
     lines = [
         f"a step: {flops:.4g} FLOPs / ({devices} devices x {peak:.4g} FLOP/s x {arguments.mfu:.0%} MFU) = "
         f"{seconds:.3g} s ({tokens / seconds:,.0f} tokens/s)",
         f"MFU: {MFU_SOURCE}",
-        f"the run: {config.steps:,} steps x {seconds:.3g} s = {days:.3g} days, without evaluations and saves",
+        f"the run: {config.steps:,} steps x {seconds:.3g} s = {duration(whole)}, without evaluations and saves",
     ]
     if arguments.price:
-        hours = days * 24 * devices
+        hours = whole / 3600 * devices
         lines.append(f"cost: {hours:,.1f} device-hours x ${arguments.price:g} = ${hours * arguments.price:,.2f}")
     return "\n".join(lines)
 
@@ -194,8 +216,8 @@ def plan(config: Config, arguments: Arguments) -> int:
     """Print the plan. Raise UserError for a topology that does not exist, and for sizes that do not divide."""
     if not arguments.topology:
         raise UserError("--topology is missing: the machine to plan for, as --topology=v5e:16x16 or h200:8")
-    require_steps(config)
-    topology = known_topology(arguments.topology)
+    topology = parse_topology(arguments.topology)
+    config = with_steps(config)
     devices = devices_of(arguments.topology)
     from training.memory import SMALLER
     from training.state import compute_dtype

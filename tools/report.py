@@ -26,6 +26,7 @@ AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
+SMALL_SHARE = 0.05  # axes of shares that are mostly near 0 show this much at least: microseconds do not look large
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Arguments:
     runs: Annotated[AnyPaths, tyro.conf.Positional]
     """Folders of runs, here or at gs://, each with a config.json."""
     out: FilePath = ""
-    """The page. Default: report.html in the first run's folder, or here if that run is at gs://."""
+    """The page. Default: report.html in the run's folder, next to the first folder of several runs, or here for one at
+    gs://."""
 
 
 class Course(NamedTuple):
@@ -68,9 +70,8 @@ class Run:
         return Course([step for step, _ in known], [value for _, value in known])
 
     def names(self, *path: str) -> list[str]:
-        """Return the keys at this place of the lines, as names("grad_norms"): the groups. Numbers are sorted."""
-        names = {name for line in self.lines for name in at(line, *path) or ()}
-        return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
+        """Return the keys at this place of the lines, as names("grad_norms"): the groups."""
+        return sorted({name for line in self.lines for name in at(line, *path) or ()})
 
     def along(self, axis: str, steps: list[int]) -> list[float]:
         """Return the positions of steps on an axis of AXES. Evaluations have no seconds: these are interpolated between
@@ -93,7 +94,7 @@ class Plot(NamedTuple):
     """True for a logarithmic y axis, which leaves out values below or at 0."""
 
 
-GROUPS, BLOCKS = "diagnostics.groups.*", "diagnostics.blocks.*"
+GROUPS = "diagnostics.groups.*"
 NOISE = {"batch": "valid_tokens", "noise scale": "diagnostics.noise_scale", "low": "diagnostics.noise_scale_low"}
 NOISE |= {"high": "diagnostics.noise_scale_high", "from AdamW's moments": "diagnostics.noise_scale_moments"}
 PLOTS = (
@@ -108,8 +109,6 @@ PLOTS = (
     Plot("updates", "Norms of updates", "norm", {"": f"{GROUPS}.update_norm"}, log=True),
     Plot("snr", "Optimizer's signal over noise", "ratio", {"": f"{GROUPS}.snr"}, log=True),
     Plot("unchanged", "Parameters unchanged by a step", "share", {"": f"{GROUPS}.unchanged_share"}),
-    Plot("blocks", "Norms of gradients, by block", "norm", {"": f"{BLOCKS}.gradient_norm"}, log=True),
-    Plot("block-ratios", "Update over parameter, by block", "ratio of norms", {"": f"{BLOCKS}.update_ratio"}, log=True),
     Plot("speed", "Throughput", "tokens a second", {"tokens": "tokens_per_second"}),
     Plot("mfu", "MFU", "share of the devices' peak", {"MFU": "mfu"}),
     Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
@@ -153,12 +152,11 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def add_ratios(lines: list[dict]) -> None:
-    """Add `update_ratio`, the norm of an update over its parameter's, to the diagnostics of groups and blocks."""
+    """Add `update_ratio`, the norm of an update over its parameters', to the diagnostics of groups."""
     for line in lines:
-        for kind in ("groups", "blocks"):
-            for facts in (at(line, "diagnostics", kind) or {}).values():
-                if at(facts, "update_norm") and at(facts, "parameter_norm"):
-                    facts["update_ratio"] = facts["update_norm"] / facts["parameter_norm"]
+        for facts in (at(line, "diagnostics", "groups") or {}).values():
+            if at(facts, "update_norm") and at(facts, "parameter_norm"):
+                facts["update_ratio"] = facts["update_norm"] / facts["parameter_norm"]
 
 
 def places(plot: Plot, runs: list[Run]) -> dict[str, list[str]]:
@@ -186,8 +184,6 @@ def traces(plot: Plot, runs: list[Run]) -> list[dict]:
                 continue
             color, dash = (j, i) if len(runs) == 1 or "" in plot.lines else (i, j)
             style = {"width": 1.5, "color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)]}
-            if plot.id.startswith("block"):  # in their order, from light to dark
-                style["color"] = f"hsl(222, 60%, {80 - 55 * j / max(1, len(found) - 1):.0f}%)"
             trace = {"type": "scatter", "mode": "lines+markers" if len(course.steps) <= FEW else "lines", "line": style}
             trace |= {"name": name if len(runs) == 1 else f"{run.name}: {name}", "hovertemplate": "%{y:.4~g}"}
             # The page moves x from steps to the axis that a reader chooses; `meta` is the run.
@@ -200,13 +196,25 @@ def six_digits(values: list[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def layout(plot: Plot) -> dict[str, Any]:
-    """Return plotly's layout of a plot."""
+def log_tick(lines: list[dict]) -> str | int | None:
+    """Return plotly's `dtick` of a logarithmic axis: a label for each power of ten or several, also for 2 and 5 (D2),
+    or None for values so close that plotly's own choice is a linear one."""
+    values = [value for line in lines for value in line["y"] if value > 0]
+    powers = math.log10(max(values) / min(values)) if values else 0
+    return None if powers < 0.8 else "D2" if powers < 2.5 else math.ceil(powers / 6)
+
+
+def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
+    """Return plotly's layout of a plot with these lines."""
     line = {"gridcolor": "#e8e8e8", "linecolor": "#999999", "zeroline": False}
     y = {**line, "title": {"text": plot.unit, "standoff": 4}, "type": "log" if plot.log else "linear"}
     y["exponentformat"] = "power" if plot.log else "SI"
-    if plot.id in ("speed", "mfu", "waiting", "memory"):  # small changes do not look large
+    if plot.log:
+        y["dtick"] = log_tick(lines)
+    if plot.id in ("speed", "mfu", "waiting", "memory", "unchanged"):  # small changes do not look large
         y["rangemode"] = "tozero"
+    if plot.id in ("waiting", "unchanged"):
+        y["autorangeoptions"] = {"include": SMALL_SHARE}
     return {
         "margin": {"l": 68, "r": 12, "t": 8, "b": 44},
         "font": {"family": "inherit", "size": 12, "color": "#333333"},
@@ -214,7 +222,7 @@ def layout(plot: Plot) -> dict[str, Any]:
         "xaxis": line,
         "yaxis": y,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        "showlegend": not plot.id.startswith("block"),  # too many names; a hover shows them
+        "showlegend": True,
     }
 
 
@@ -247,13 +255,14 @@ def table(runs: list[Run], columns: list[dict[str, str]], differing: bool = Fals
         values = [column.get(name, "") for column in columns]
         if any(values) and (len(set(values)) > 1 or not differing):
             rows.append([name, *values])
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    cells = ["".join(f'<td dir="auto">{escape(cell)}</td>' for cell in row) for row in rows]
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def texts(title: str, shown: list[str]) -> str:
-    """Return texts of a run that a click on the title shows."""
-    return f"<details><summary>{escape(title)}</summary>{''.join(f'<pre>{escape(x)}</pre>' for x in shown)}</details>"
+    """Return texts of a run that a click on the title shows. Arabic or Hebrew runs from right to left."""
+    parts = "".join(f'<pre dir="auto">{escape(text)}</pre>' for text in shown)
+    return f"<details><summary>{escape(title)}</summary>{parts}</details>"
 
 
 def samples_and_jumps(run: Run) -> str:
@@ -285,9 +294,10 @@ SCRIPT = """
 function draw() {
   const axis = document.querySelector("input[name=axis]:checked").value;
   const places = report.axes.map((run) => new Map(run.step.map((step, i) => [step, run[axis][i]])));
+  const end = Math.max(...report.axes.flatMap((run) => run[axis]));
   for (const { id, traces, layout } of report.plots) {
     const moved = traces.map((trace) => ({ ...trace, x: trace.x.map((step) => places[trace.meta].get(step)) }));
-    const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] } };
+    const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] }, range: [-0.02 * end, 1.02 * end] };
     Plotly.react(id, moved, { ...layout, xaxis }, { displayModeBar: false, responsive: true });
   }
 }
@@ -305,7 +315,7 @@ def page(runs: list[Run]) -> str:
     for run in runs:
         steps = sorted({line["step"] for line in run.lines})
         axes.append({axis: six_digits(run.along(axis, steps)) for axis in AXES})
-    plots = [{"id": plot.id, "traces": lines, "layout": layout(plot)} for plot, lines in drawn]
+    plots = [{"id": plot.id, "traces": lines, "layout": layout(plot, lines)} for plot, lines in drawn]
     data = json.dumps({"plots": plots, "axes": axes, "axis_names": AXES}, allow_nan=False).replace("<", "\\u003c")
     title = escape(", ".join(run.name for run in runs))
     made = escape(f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} from {', '.join(run.folder for run in runs)}")
@@ -334,7 +344,7 @@ def main() -> int:
         raise UserError("name at least one run's folder: python -m tools.report runs/small")
     runs = read_runs(list(arguments.runs))
     folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
-    out = Path(arguments.out or folder / "report.html")
+    out = Path(arguments.out or (folder if len(runs) == 1 else folder.parent) / "report.html")
     try:
         write_whole(out, page(runs))
     except OSError as error:

@@ -42,8 +42,8 @@ UNITS = 8  # the fewest gradients of a step, micro-batches x replicas, that the 
 WINDOWS = (1 / 3, 2 / 3, 1.0)  # shares of the noise run's steps; the noise scale is of the later half before each
 MOST_WASTE = 0.2  # more tokens that a larger batch may need
 FACTORS, SEEDS = (0.5, 1.0, 2.0), 3
-OF_RUN = 0.25  # share of the run's steps that a trial needs to show that higher rates are better
-TRIAL_STEPS, LEAST_STEPS = 24, 16
+MOST_OF_RUN = 0.5  # share of the run's steps that the trials of rates may take together
+LEAST_STEPS = 16  # of a trial
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than")  # in the log of a run
 # Options of every short run. They change no loss.
 SHORT = MEASURED | {"eval.prompts": (), "eval.every_steps": 10**9}
@@ -57,8 +57,8 @@ class Arguments:
     out: FilePath = ""
     """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
     trial: NotNegative[int] = 0
-    """Steps of a short run, at least 16; that for the noise scale has twice as many. 0: 1% of the run's steps, at least
-    24, and at least twice the warmup's."""
+    """Steps of a short run, at least 16; that for the noise scale has twice as many. 0: 1% of the run's steps, and at
+    least twice the warmup's. Rates are not tried if that takes more than half of the run's steps."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Runs:
     def train(self, name: str, values: dict[str, Any], fresh: bool = False, may_fail: bool = False) -> dict:
         """Train with these options instead of the config's, unless a run of this name, with the same options, code,
         versions and devices, is complete. Return its record: the folder, whether it fits the memory, the peak memory in
-        bytes, the held-out loss, and the cost. `fresh`: begin an interrupted run again. `may_fail`: a run that gives up
-        (code 1) has an infinite loss; otherwise exit."""
+        bytes, the held-out loss, and the seconds. `fresh`: begin an interrupted run again. `may_fail`: a run that gives
+        up (code 1) has an infinite loss; otherwise exit."""
         config = with_options(self.config, SHORT | values)
         every = {name: list(value) if isinstance(value, tuple) else value for name, value in options(config).items()}
         given = {name for name, role in roles().items() if Role.FILE not in role} - {"epochs"}
@@ -108,8 +108,8 @@ class Runs:
 
 
 def run_train(words: list[str], log: Path, may_fail: bool) -> dict:
-    """Run train.py. Return whether its memory sufficed, the process's peak memory, and the cost. Exit with its code if
-    it did not end well."""
+    """Run train.py. Return whether its memory sufficed, the process's peak memory, and the seconds. Exit with its code
+    if it did not end well."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with log.open("w") as file:
@@ -125,8 +125,7 @@ def run_train(words: list[str], log: Path, may_fail: bool) -> dict:
         print(f"{text[-1500:]}\ntrain.py ended with {code}: {log}", file=sys.stderr)
         raise SystemExit(code if code > 0 else Exit.FAILED)
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    cost = {"seconds": time.monotonic() - began, "processor_seconds": usage.ru_utime + usage.ru_stime}
-    return {"fits": fits, "memory": memory, **cost}
+    return {"fits": fits, "memory": memory, "seconds": time.monotonic() - began}
 
 
 class Point(NamedTuple):
@@ -212,8 +211,8 @@ def windows(lines: list[dict]) -> list[Window]:
 
 def batch_for(batch: int, least: int, noise: NoiseScale | None) -> int:
     """Return the batch to use, in tokens: `batch` times a power of two. A step of b tokens needs 1 + b / B times the
-    tokens of very small steps, B being the noise scale (arXiv:1812.06162). So the batch doubles while that is certainly
-    at most 1.2, and halves, in multiples of `least`, while it certainly exceeds 2 afterwards."""
+    tokens of very small steps, B being the noise scale (arXiv:1812.06162). The batch doubles while that is at most 1.2
+    with 95% confidence, and halves, in multiples of `least`, while it exceeds 2 afterwards with the same confidence."""
     if noise is None:
         return batch
     while 2 * batch <= MOST_WASTE * noise.low:
@@ -263,22 +262,19 @@ def difference(theirs: list[float], ours: list[float]) -> tuple[float, float, fl
     return mean, mean - reach, mean + reach
 
 
-def rate_for(losses: dict[float, list[float]], share: float) -> tuple[float, str]:
-    """Return the factor of the rates to use, and the reason. Others replace the config's, 1, only if they are certainly
-    better. The best rate falls as runs grow longer (arXiv:2409.19913), so lower rates that win in trials of this share
-    of the run's steps win later too; higher ones may not."""
+def rate_for(losses: dict[float, list[float]]) -> tuple[float, str]:
+    """Return the factor of the rates to use, and the reason. Others replace the config's, 1, only if they are lower,
+    and better with 95% confidence. The best rate falls as runs grow longer (arXiv:2409.19913), so lower rates that win
+    in trials win later too; higher ones may not."""
     less = {factor: difference(of, losses[1.0]) for factor, of in losses.items()}
     better = [factor for factor, (_, _, high) in less.items() if high < 0]
     if not better:
-        return 1.0, "No other rates are certainly better: the rates stay."
+        return 1.0, "The intervals of other rates include zero, or they are worse: the rates stay."
     factor = min(better, key=lambda factor: less[factor])
-    won = f"{factor:g} times the rates are better by {-less[factor][0]:.3f} nats in {share:.1%} of the run's steps"
-    if factor < 1 or share >= OF_RUN:
+    won = f"{factor:g} times the rates are better by {-less[factor][0]:.3f} nats"
+    if factor < 1:
         return factor, f"{won}: use them."
-    return (
-        1.0,
-        f"{won}. The best rate falls as runs grow longer: the rates stay, unless --trial of {OF_RUN:.0%} agrees.",
-    )
+    return 1.0, f"{won}. The best rate falls as runs grow longer: the rates stay."
 
 
 def choose_rates(runs: Runs, values: dict[str, Any], trial: int) -> tuple[float, str]:
@@ -287,6 +283,11 @@ def choose_rates(runs: Runs, values: dict[str, Any], trial: int) -> tuple[float,
     config = with_options(runs.config, values)
     scale = (config.batch.tokens_per_step / runs.config.batch.tokens_per_step) ** 0.5
     steps = max(LEAST_STEPS, round(trial / scale**2))
+    if (all_steps := steps * len(FACTORS) * SEEDS) > MOST_OF_RUN * config.steps:
+        return scale, (
+            f"The trials would take {all_steps:,} steps, more than {MOST_OF_RUN:.0%} of the run's {config.steps:,}: "
+            "the rates stay, but for the batch's factor."
+        )
     short = values | {"steps": steps, "eval.tokens": min(config.eval.tokens, 8 * config.batch.tokens_per_step)}
     losses: dict[float, list[float]] = {factor: [] for factor in FACTORS}
     for seed in range(SEEDS):
@@ -295,13 +296,13 @@ def choose_rates(runs: Runs, values: dict[str, Any], trial: int) -> tuple[float,
             losses[factor].append(runs.train(f"rate-{factor:g}-{seed}", own, may_fail=True)["loss"])
     if not np.isfinite(losses[1.0]).all():
         raise UserError("the config's own rates fail in a short run; give lower ones")
-    factor, says = rate_for(losses, steps / config.steps)
+    factor, says = rate_for(losses)
     lines = [f"| rates times | held-out loss, {SEEDS} seeds | minus the config's (95%) |", "| --- | --- | --- |"]
     for name, of in losses.items():
         shown = "" if name == 1 else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*difference(of, losses[1.0]))
         lines.append(f"| {name * scale:.3g} | {', '.join(f'{loss:.4f}' for loss in of)} | {shown} |")
     draw_rates({name * scale: of for name, of in losses.items()}, runs.out / "rate.png")
-    return factor * scale, "\n".join([*lines, "", f"After {steps} steps: {says}"])
+    return factor * scale, "\n".join([*lines, "", f"After {steps} of {config.steps:,} steps: {says}"])
 
 
 def rates(config: Config, factor: float) -> dict[str, float]:
@@ -322,16 +323,18 @@ def new_axes(**labels: str) -> tuple[Any, Any]:
 
 def draw_micro_batch(points: list[Point], chosen: Point, path: Path) -> None:
     """Draw speed against memory."""
-    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title="micro-batch: labels are rows")
-    groups = {f"remat={remat}": [point for point in points if point.remat == remat] for remat in REMATS}
-    groups |= {"chosen": [chosen]}
-    for (label, of), style in zip(groups.items(), ("oC0", "sC1", "^C2", "xr")):
-        axes.plot([point.memory / GIB for point in of], [point.speed for point in of], style, label=label)
+    title = "micro-batch: labels are rows, the red ring is chosen"
+    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title=title)
     best = frontier(points)
     axes.plot([point.memory / GIB for point in best], [point.speed for point in best], color="grey", label="frontier")
+    for remat, style in zip(REMATS, ("oC0", "sC1", "^C2")):
+        of = [point for point in points if point.remat == remat]
+        axes.plot([point.memory / GIB for point in of], [point.speed for point in of], style, label=f"remat={remat}")
+    axes.plot(chosen.memory / GIB, chosen.speed, "or", fillstyle="none", markersize=14, markeredgewidth=2)
     for point in points:
-        axes.annotate(f" {point.rows}", (point.memory / GIB, point.speed), fontsize="small")
-    axes.legend(fontsize="small")
+        axes.annotate(str(point.rows), (point.memory / GIB, point.speed), (8, 6), textcoords="offset points")
+    axes.margins(0.12)
+    axes.legend(fontsize="small", loc="lower right")
     write_picture(path, figure)
 
 
@@ -353,6 +356,7 @@ def draw_rates(losses: dict[float, list[float]], path: Path) -> None:
     for seed in range(SEEDS):
         axes.plot(list(losses), [of[seed] for of in losses.values()], "o-", label=f"seed {seed}")
     axes.set_xticks(list(losses), [f"{factor:.3g}" for factor in losses])
+    axes.minorticks_off()
     axes.legend(fontsize="small")
     write_picture(path, figure)
 
@@ -372,7 +376,7 @@ def tune(runs: Runs, trial: int, command: list[str]) -> None:
     chosen |= rates(config, factor)
     words = [f"--{name}={value}" for name, value in chosen.items() if value != before[name]]
     report.append(f"## Rates\n\n{text}\n\n## Use\n\n    {shlex.join([*command, *words])}\n")
-    print(f"{report[-1]}\nin {runs.out}: tune.md, micro-batch.png, batch.png, rate.png")
+    print(f"{report[-1]}\nin {runs.out}: tune.md and its pictures")
     write_whole(runs.out / "tune.md", "\n".join(report))
 
 
@@ -383,8 +387,8 @@ def main() -> int:
         ours.add_argument(name)
     given, words = ours.parse_known_args()
     require_steps(config)
-    least = max(TRIAL_STEPS, config.steps // 100, 2 * config.optimizer.schedule.warmup_steps)
-    trial = max(LEAST_STEPS, arguments.trial or min(config.steps, least))
+    enough = max(config.steps // 100, 2 * config.optimizer.schedule.warmup_steps)
+    trial = max(LEAST_STEPS, arguments.trial or min(config.steps, enough))
     asked = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True)
     if asked.returncode:
         raise UserError(f"JAX finds no device:\n{asked.stderr[-1500:]}")

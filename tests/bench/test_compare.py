@@ -1,6 +1,7 @@
 """Test comparisons of recipes: refusals, the statistics, and the command on two tiny recipes."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,6 +60,20 @@ def test_the_interval_is_student_s_of_pairs_and_covers_as_often_as_it_says():
 
 def test_holm_corrects_for_the_number_of_comparisons():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([0.2]) == [0.2]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_long_recipes_stay_within_the_picture(monkeypatch, tmp_path, count):
+    drawn = []
+    monkeypatch.setattr(compare, "write_picture", lambda path, figure: drawn.append(figure))
+    long = " --".join(["configs/small.py", *(f"optimizer.matrices.peak_rate=0.0{i}" for i in range(6))])
+    compare.draw([compare.compare(long, f"{long}1", [1.2, 1.3], [1.2, 1.1])] * count, tmp_path)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    labels = [*figure.axes[0].get_yticklabels(), figure._supxlabel]
+    assert all(figure.bbox.contains(*corner) for text in labels for corner in text.get_window_extent().get_points())
+    ends = [text.get_window_extent().intervaly for text in labels[:-1]]
+    assert all(below[1] < above[0] for above, below in pairwise(ends))
 
 
 @pytest.mark.medium

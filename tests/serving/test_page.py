@@ -8,7 +8,7 @@ from tests.serving.test_server import TOKENIZER, FakeEngine, endless, served, sp
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 def test_a_conversation_on_the_page(tmp_path):
-    first = "a <b>bold</b>\n```python\nif x:\n    y\n```\nend"
+    first = "a <b>bold</b>\n```python\nif x:\n    y\n```\nend `os.path`\n>>> f(1)\n2\n\n    x"
     engine = FakeEngine(lambda prompt: spell(first) if TOKENIZER.decode(prompt).endswith("first") else endless(prompt))
     with served(engine) as client, Chromium(tmp_path) as browser:
 
@@ -25,6 +25,11 @@ def test_a_conversation_on_the_page(tmp_path):
         say("first")
         browser.wait_for("messages.length == 2")
         assert browser.value("log.querySelector('pre').textContent") == "if x:\n    y"
+        code = browser.value("[...log.querySelectorAll('code, pre')].map((code) => code.textContent)")
+        assert code == ["if x:\n    y", "os.path", ">>> f(1)\n2", "    x"]
+        fonts = "[...log.querySelectorAll('code, pre')].map((code) => getComputedStyle(code).fontFamily)"
+        assert all("monospace" in font for font in browser.value(fonts))
+        assert browser.value("log.querySelector('p').dir == 'auto' && text.dir == 'auto'")
         assert browser.value("log.querySelector('b') == null && log.textContent.includes('<b>bold</b>')")
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
         (tokens, sampling), *_ = engine.begun

@@ -7,10 +7,12 @@ import jax
 import pytest
 
 from configs import plain
-from configs.command_line import Exit, exit_code_of
+from configs.command_line import Exit, exit_code_of, parse
 from configs.schema import with_options
 from hosts.machines import machines
+from run.start import open_training
 from tests.helpers import tiny_config
+from tests.test_train import write_folder
 from tools import plan
 from tools.programs.compiled import compile_step
 from tools.programs.topologies import devices_of
@@ -24,11 +26,11 @@ V5E = "--topology=v5e:4x4"
     ("words", "text"),
     [
         (["--topology=v9:4x4"], "hosts/machines.toml does not describe v9; it has v4, v5e"),
-        (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v5e:4x4x4"], "v5e takes 2 number(s), as "),
         (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips"),
         ([], "--topology is missing"),
         (["--config=none.py", V5E], "--config=none.py"),
-        (["--topology=h100:8", "--steps=0"], "--steps=0"),
+        (["--topology=h100:8", "--epochs=1", "--data.source=nowhere"], "nowhere"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
@@ -47,6 +49,20 @@ def test_without_the_compiler_it_is_a_mistake(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/plain.py", V5E])
     assert exit_code_of(plan.main, "") == Exit.MISTAKE
     assert "no libtpu" in capsys.readouterr().err
+
+
+def test_epochs_have_the_steps_of_train_py(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_folder(tmp_path))
+    config, _ = parse("", argv=["--config=tiny.py", "--epochs=1.5"])
+    steps = plan.with_steps(config).steps
+    assert steps == open_training(config)[0].config.steps > 0 == config.steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.03 * 86400, "43.2 minutes"), (7200, "2 hours"), (1e6, "11.6 days"), (0.5, "0.5 seconds")]
+)
+def test_a_time_has_the_unit_that_a_reader_thinks_in(seconds, text):
+    assert plan.duration(seconds) == text
 
 
 def test_stored_bytes_are_those_of_the_state_and_the_batch():

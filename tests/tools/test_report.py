@@ -1,6 +1,7 @@
 """Run tools.report as a user does: in a browser its page fetches nothing, and every plot has its lines."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ PLOTS = [plot.id for plot in report.PLOTS]
 def runs(tmp_path_factory) -> list[str]:
     """Write two runs with every kind of figure."""
     folder = tmp_path_factory.mktemp("runs")
-    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale_moments": 9000.0}}
+    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale_moments": 9000.0}, "data_wait": 2e-6}
     return [
         str(write_run(folder / "d12", name="d12", line=more)),
         str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more)),
@@ -56,6 +57,10 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
             assert len(drawn) == len(report.traces(plot, read)) and all(drawn), (plot.id, drawn)
             area = f"document.querySelector('#{plot.id} .nsewdrag').getBoundingClientRect().height"
             assert browser.value(area) > 120, plot.id
+        axis = "document.getElementById('{}')._fullLayout.{}.range"
+        assert len({tuple(browser.value(axis.format(plot, "xaxis"))) for plot in PLOTS}) == 1
+        low, high = browser.value(axis.format("waiting", "yaxis"))
+        assert low == 0 and high >= report.SMALL_SHARE  # microseconds of waiting are drawn as nothing
         loss = "document.getElementById('loss')"
         assert browser.value(f"Math.max(...{loss}.data.flatMap((trace) => trace.x))") == 400 * 131_072
         browser.value("document.querySelector('input[value=step]').click()")
@@ -65,6 +70,8 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
         text = browser.value("document.body.innerText")
         assert "The 400th sample <b>is</b> text." in text and "</script><script>alert(1)</script>" in text
         assert "batch.tokens_per_step" in text and "131072" in text and "NVIDIA H200" in text
+        sample = "[...document.querySelectorAll('pre')].find((text) => text.innerText.includes('400th'))"
+        assert browser.value(f"{sample}.dir") == "auto"  # Arabic runs from right to left
         asked = {request["request"]["url"].partition(":")[0] for request in browser.seen("Network.requestWillBeSent")}
         assert asked <= {"file", "data"} and not browser.seen("Runtime.exceptionThrown")
 
@@ -75,7 +82,15 @@ def test_every_plot_is_one_that_plotly_knows(runs):
     for plot in report.PLOTS:
         lines = report.traces(plot, read)
         assert lines, plot.id
-        go.Figure({"data": lines, "layout": report.layout(plot)})  # raises an error for unknown names and values
+        go.Figure({"data": lines, "layout": report.layout(plot, lines)})  # raises an error for unknown names and values
+
+
+@pytest.mark.parametrize(
+    ("values", "tick"), [([2.0, 3.0], None), ([1.0, 30.0], "D2"), ([1e-5, 1.0], 1), ([1e-30, 1.0], 5)]
+)
+def test_labels_of_a_logarithmic_axis_do_not_collide(values, tick):
+    """Plotly labels 2 and 5 for D2, and would label each digit of one or two powers of ten."""
+    assert report.log_tick([{"y": [0.0]}, {"y": values}]) == tick
 
 
 def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
@@ -87,7 +102,7 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
-    assert len(plots) == 8 and all(report.traces(plot, [read]) for plot in plots)
+    assert len(plots) == 6 and all(report.traces(plot, [read]) for plot in plots)
 
 
 def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
@@ -99,7 +114,7 @@ def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_
     assert read.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
     assert read.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
     assert read.course("grad_norms", "embed").steps == read.course("loss").steps == list(range(10, 401, 10))
-    assert read.names("diagnostics", "blocks")[-1] == "11" and read.names("nothing") == []
+    assert read.names("grad_norms") == ["embed", "lm_head", "matrices"] and read.names("nothing") == []
     shown = report.facts(read)
     assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5" and shown["exit code"] == "0"
 
@@ -110,6 +125,10 @@ def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "run") == 0
     assert "0 of 400" in (folder / "report.html").read_text()  # the default place
+    shutil.copytree("run", "second-run")
+    assert run(monkeypatch, "run", "second-run") == 0  # a page of several runs leaves those of one
+    assert "second-run" not in (folder / "report.html").read_text()
+    assert "second-run" in Path("report.html").read_text()
 
 
 @pytest.mark.parametrize("hurt", [None, {"groups": {"embed": None}}, {"noise_scale": "x"}])

@@ -38,36 +38,28 @@ class Collective(NamedTuple):
     in_loop: bool  # in the scan over micro-batches or any other loop
     times: int  # executions a step
     bytes_each: int  # payload of one execution on one chip
-    label: str  # the end of its name in JAX, or XLA's name if it has none
 
 
 Program = dict[str, list[Instruction]]
 
 
 def compile_step(built: Build) -> Any:
-    """Compile the training step for the build's mesh, whose devices need not be there."""
+    """Compile the training step for the build's mesh, whose devices need not be there.
+
+    JAX 0.11 and later compile no deterministic program with Triton's products for a GPU that is not here: only a GPU
+    can choose their configuration. cuBLAS's need none. Such a program has other products, and copies around them.
+    """
     with jax.sharding.use_abstract_mesh(built.mesh.abstract_mesh):  # its devices decide the kernels
         lowered = built.train_step.lower(built.abstract_state, built.abstract_batch())
-    return lowered.compile(described_gpu_options(built.mesh))
-
-
-def described_gpu_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:
-    """Return the options of XLA without which JAX 0.11 and later compile no deterministic program for a GPU that is not
-    here: Triton's products need a configuration, which only a GPU can choose. cuBLAS's need none. So such a program has
-    other products, and copies around them, than on a GPU."""
-    is_described = mesh.devices.flat[0].platform == "gpu" and jax.default_backend() != "gpu"
-    return {"xla_gpu_enable_triton_gemm": False} if is_described and jax.__version_info__ >= (0, 11) else None
+    is_described = built.mesh.devices.flat[0].platform == "gpu" and jax.default_backend() != "gpu"
+    without_triton = is_described and jax.__version_info__ >= (0, 11)
+    return lowered.compile({"xla_gpu_enable_triton_gemm": False} if without_triton else None)
 
 
 def estimated_cycles(hlo_text: str) -> int:
     """Return the sum of XLA:TPU's estimates over a step, loop bodies times their trip counts; 0 for other programs."""
-    program, entry = read_program(hlo_text)
-    total = 0
-    for name, times, _, caller in visits(program, entry, entry):
-        for instruction in program[name] if name == caller else []:  # a fusion's estimate covers its instructions
-            if cycles := re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes):
-                total += times * int(cycles[1])
-    return total
+    estimates = ((re.search(r'"estimated_cycles":"?(\d+)', i.attributes), times) for i, times, _ in kernels(hlo_text))
+    return sum(int(cycles[1]) * times for cycles, times in estimates if cycles)
 
 
 def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instruction: True) -> int:
@@ -161,10 +153,8 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             operands = [types[operand] for operand in names(instruction.operands)]
             size = sum(map(type_bytes, operands)) * (len(groups[0]) if kind == "all-gather" else 1)
             dtype = "+".join(sorted({operand.split("[")[0] for operand in operands}))
-            label = re.search(r'op_name="(?:[^"]*/)?([^"/]+/[^"/]+)"', attributes)
-            label = label[1] if label else instruction.name.rstrip(".0123456789")
             if axes := axes_crossed(groups, mesh_shape):
-                collectives.append(Collective(kind, dtype, axes, in_loop, times, size, label))
+                collectives.append(Collective(kind, dtype, axes, in_loop, times, size))
     return collectives
 
 

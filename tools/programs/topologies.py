@@ -8,8 +8,6 @@ from typing import Any
 from configs.schema import UserError
 from hosts.machines import Machine, Topology, machines
 
-TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
 CORES = {
     7.5: (64, 1024, 64),
     8.0: (64, 2048, 164),
@@ -23,46 +21,24 @@ CORES = {
 memory (docs.nvidia.com: CUDA C++ programming guide, technical specifications)."""
 
 
-def parse_topology(text: str, option: str = "--topology") -> Topology:
-    """Parse `v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`. Raise UserError, which names the `option`, for others."""
+def parse_topology(text: str) -> Topology:
+    """Parse `v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`. Raise UserError for others, for kinds that
+    hosts/machines.toml does not describe, and for slices that are larger than a pod."""
     form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
     if form is None:
-        raise UserError(
-            f"{option}={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
-            "('2x v5e:4x4', '64x h200:8')"
-        )
+        right = "a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them ('2x v5e:4x4')"
+        raise UserError(f"--topology={text}: give {right}")
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
-    if topology.is_gpu and len(topology.chips) > 1:
-        raise UserError(f"{option}={text}: give the GPUs of a machine as one number, as h200:8")
-    return topology
-
-
-def shapes_of(topology: Topology, dimensions: int) -> str:
-    """Return the shapes that a TPU's slice may have, or nothing if `topology` has one of them."""
-    shape = "x".join(map(str, topology.chips))
-    if dimensions == 2:
-        return "" if shape in TWO_DIMENSIONS else ", ".join(TWO_DIMENSIONS)
-    sides = topology.chips
-    cube = len(sides) == 3 and list(sides) == sorted(sides) and all(side % 4 == 0 for side in sides)
-    return "" if cube or shape in SMALL_CUBES else f"{', '.join(SMALL_CUBES)}, or rising multiples of 4 (4x4x8)"
-
-
-def known_topology(text: str) -> Topology:
-    """Parse a topology. Raise UserError for kinds that hosts/machines.toml does not describe, and impossible shapes."""
-    topology = parse_topology(text)
-    if topology.kind not in machines():
-        known = ", ".join(machines())
-        raise UserError(
-            f"--topology={text}: hosts/machines.toml does not describe {topology.kind}; it has {known}; add yours to it"
-        )
-    machine = machines()[topology.kind]
-    if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
-        raise UserError(f"--topology={text}: a slice of {topology.kind} is {right}")
-    if machine.pod and prod(topology.chips) > machine.pod:
-        raise UserError(
-            f"--topology={text}: a pod of {topology.kind} has {machine.pod:,} chips; take several slices: "
-            f"'2x {topology.kind}:...'"
-        )
+    kind, known = topology.kind, machines()
+    if kind not in known:
+        hint = f"it has {', '.join(known)}; add yours to it"
+        raise UserError(f"--topology={text}: hosts/machines.toml does not describe {kind}; {hint}")
+    dimensions = 1 if topology.is_gpu else known[kind].directions // 2
+    if len(topology.chips) != dimensions:
+        raise UserError(f"--topology={text}: {kind} takes {dimensions} number(s), as h200:8, v5e:4x4 or v5p:4x4x4 do")
+    if known[kind].pod and prod(topology.chips) > known[kind].pod:
+        several = f"take several slices: '2x {kind}:...'"
+        raise UserError(f"--topology={text}: a pod of {kind} has {known[kind].pod:,} chips; {several}")
     return topology
 
 
