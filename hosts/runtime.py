@@ -68,7 +68,8 @@ def leave(error: BaseException | None, code: int) -> None:
             output.flush()
     # An operation of all devices fails if another process is gone. The error is our own if all processes have it.
     of_devices = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and code == Exit.FAILED
-    if error and not everyone_is_here(LEAVE_SECONDS + of_devices * HEARTBEAT_SECONDS):
+    together = everyone_is_here(LEAVE_SECONDS + of_devices * HEARTBEAT_SECONDS)
+    if error and not together:
         if of_devices:
             print("error: another process has stopped, or cannot be reached; start all again", file=sys.stderr)
         os._exit(Exit.PEER_LOST if of_devices else code)
