@@ -50,7 +50,7 @@ def join() -> int:
     """Join the other processes of the run, if there are any. Return this one's number. Raise UserError if the
     environment contradicts itself."""
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    if direct != "*":
+    if os.environ.keys() & {"http_proxy", "HTTP_PROXY"} and direct != "*":
         os.environ["no_proxy"] = direct = f"{direct},{METADATA}".strip(",")
     address, processes, index = given_processes(os.environ)
     if not address and processes != 1:
