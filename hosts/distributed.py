@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from glob import glob
@@ -24,6 +25,8 @@ from configs.retry import StorageLost
 from configs.schema import UserError
 
 DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
+METADATA = "metadata.google.internal,169.254.169.254"  # a Google machine's own server, which no proxy reaches
+GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 JOIN_SECONDS = 30 * 60  # for the last host: as long as a cluster takes to start it
 HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as lost
 SHUTDOWN_SECONDS = 300  # that the end of a process waits for the end of the others
@@ -46,44 +49,70 @@ SHARED_ERRORS = (UserError, StorageLost, Damaged)  # that all processes raise if
 def join() -> int:
     """Join the other processes of the run, if there are any. Return this one's number. Raise UserError if the
     environment contradicts itself."""
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if os.environ.keys() & {"http_proxy", "HTTP_PROXY"} and direct != "*":
+        os.environ["no_proxy"] = direct = f"{direct},{METADATA}".strip(",")
     address, processes, index = given_processes(os.environ)
-    if not address and os.environ.get("SLURM_STEP_NUM_TASKS") != "1":  # an interactive step of a larger allocation
-        address, processes, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, [], None, JOIN_SECONDS
-        )
+    if not address and processes != 1:
+        address, processes, index = detected_processes()
     if not address or processes == 1 or jax.distributed.is_initialized():
         return distributed.global_state.process_id
     if os.environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:  # gRPC would ask it for the coordinator
-        direct = os.environ.get(DIRECT) or os.environ.get("no_proxy", "")
+        direct = os.environ.get(DIRECT) or direct
         os.environ[DIRECT] = f"{direct},{address.rpartition(':')[0].strip('[]')}".strip(",")
+    waits = f"process {index} of {processes} waits for the others, process 0 at {address}; JAX_NUM_PROCESSES=1: alone"
+    notice = threading.Timer(60, print, [waits], {"flush": True})
+    notice.daemon = True
+    notice.start()
     jax.distributed.initialize(
         address,
         processes,
         index,
-        local_device_ids=local_gpus(os.environ, len(glob("/dev/nvidia[0-9]*"))),
         cluster_detection_method="deactivate",
         initialization_timeout=JOIN_SECONDS,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
+    notice.cancel()
+    files = len(glob("/dev/nvidia[0-9]*"))
+    gpus = on_every_process("its GPUs", lambda: local_gpus(os.environ, files))  # a mistake of one ends all at once
+    if gpus is not None:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     return distributed.global_state.process_id
 
 
 def given_processes(environ: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
     """Return the address of process 0, the number of processes and this one's number that the user set; None if they
-    are not set. Raise UserError if they are incomplete or impossible."""
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    address, processes, index = (environ.get(name, "") for name in names)
+    are not set. JAX_NUM_PROCESSES=1 needs no others. Raise UserError if they are incomplete or impossible."""
+    address, processes, index = (environ.get(name, "") for name in GIVEN)
     if not (address or processes or index):
         return None, None, None
-    port = address.rpartition(":")[2]
+    if processes == "1" and not (address or index):
+        return None, 1, 0
+    host, _, port = address.rpartition(":")
     numbers = processes.isdecimal() and index.isdecimal() and port.isdecimal()
-    if not (numbers and int(index) < int(processes) and 0 < int(port) < 65536):
-        found = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in names)
+    is_host = re.fullmatch(r"[\w.-]+|\[[\w:.%]+\]", host)
+    if not (numbers and is_host and int(index) < int(processes) and 0 < int(port) < 65536):
+        found = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in GIVEN)
         raise UserError(
-            f"{names[0]} (HOST:PORT of process 0), {names[1]} and {names[2]} (from 0) belong together; found {found}"
+            f"{GIVEN[0]} (HOST:PORT of process 0), {GIVEN[1]} and {GIVEN[2]} (from 0) belong together; found {found}"
         )
     return address, int(processes), int(index)
+
+
+def detected_processes() -> tuple[str | None, int | None, int | None]:
+    """Return what `given_processes` does, as JAX detects it; None without a launcher. Raise UserError if the launcher's
+    variables are incomplete or impossible."""
+    if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":  # an interactive step of a larger allocation
+        return None, None, None
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, JOIN_SECONDS)[:3]
+        return given_processes(dict(zip(GIVEN, map(str, found)))) if found[0] else (None, None, None)
+    except (KeyError, ValueError, UserError) as error:
+        raise UserError(
+            f"the variables of SLURM, Open MPI or a TPU's machine are incomplete or wrong ({error}); start the run "
+            "with srun or mpirun, or with JAX_NUM_PROCESSES=1 to run one process alone"
+        ) from error
 
 
 def local_gpus(environ: Mapping[str, str], gpus: int) -> list[int] | None:
@@ -93,11 +122,14 @@ def local_gpus(environ: Mapping[str, str], gpus: int) -> list[int] | None:
     alone on its machine takes all. Raise UserError if the tasks of a machine cannot take one GPU each.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = gpus if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
+    names = [name for name in (visible or "").split(",") if name not in ("", "-1")]
+    gpus = gpus if visible is None else len(names)
+    if not gpus or environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_PLATFORMS") in ("cpu", "tpu"):
+        return None  # JAX reads these variables
+    if gpus > 1 and any(name.startswith("MIG") for name in names):
+        raise UserError(f"CUDA_VISIBLE_DEVICES={visible}: CUDA gives a process one MIG device; name one for each task")
     tasks, local = tasks_here(environ)
-    if not gpus or environ.get("JAX_LOCAL_DEVICE_IDS"):  # JAX reads the latter
-        return None
-    if tasks == 1 or gpus == 1:  # one GPU: SLURM shows a task only its own
+    if tasks == 1 or len(names) == 1:  # SLURM shows a task only its own
         return list(range(gpus))
     if gpus != tasks:
         raise UserError(
@@ -138,10 +170,13 @@ _numbers = defaultdict[str, Iterator[int]](lambda: count(1))
 def exchange(what: str, value: str, channel: str = "") -> list[str]:
     """Return every process's `value`, in order, through JAX's service, not through the devices. Every process must call
     it, with the same `what`. A thread other than the main one needs its own `channel`. A missing process delays it
-    until JAX's heartbeat or the caller's time limit ends this one."""
+    until JAX's heartbeat or the caller's time limit ends this one. Raise RuntimeError after `jax.distributed.shutdown`,
+    which may come while a thread still saves."""
     state = distributed.global_state
     client: Any = state.client
     if client is None:
+        if state.num_processes > 1:
+            raise RuntimeError(f"{what}: this process has left the others of its run")
         return [value]
     number = next(_numbers[channel])
     name = f"{EXCHANGES}{channel}/{number}"

@@ -24,7 +24,7 @@ from configs.files import in_bucket, shown_bytes
 from configs.retry import first_line, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
-from hosts.runtime import versions
+from hosts.runtime import TrainingAborted, versions
 from hosts.stop import limited_to
 from model.gpt import parameter_counts
 from model.kernels import lacks_deterministic_attention
@@ -32,7 +32,6 @@ from model.parallel import compute_capability
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")
-CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests with another time
 SUM_SECONDS = 180  # for the sum, with the connection of all devices
 VISIBLE_SECONDS = 90  # for a shared folder to show what another host made: NFS caches a missing file for 60
 
@@ -43,8 +42,6 @@ class Host(NamedTuple):
     name: str
     same: dict[str, str]
     """Values that must be the same on all, by name."""
-    clock: float
-    """Unix seconds, which all read at the same time."""
     problems: list[str]
 
 
@@ -67,10 +64,6 @@ def compare(hosts: Sequence[Host]) -> list[str]:
         unlike = [(name, value) for name, value in zip(names, values) if value != usual]
         wrong += [f"{name} has {what} {value}, the others {usual}" for name, value in unlike[:8]]
         wrong += [f"and {len(unlike) - 8} other processes differ in {what}"] * (len(unlike) > 8)
-    middle = float(np.median([host.clock for host in hosts]))
-    for name, host in zip(names, hosts):
-        if abs(host.clock - middle) > CLOCKS:
-            wrong.append(f"{name} has a clock that is {host.clock - middle:+.0f} s from the others'")
     return wrong
 
 
@@ -87,13 +80,27 @@ def problems_here(config: Config) -> list[str]:
         if time.monotonic() > until:
             return [*problems, f"does not see {shared} of process 0: all hosts must share it"]
         time.sleep(1)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = existing(folder)
     if not (there.is_dir() and os.access(there, os.W_OK)):
         problems.append(f"cannot write to {there}")
-    checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
-    if (free := shutil.disk_usage(there).free) < checkpoint:
-        problems.append(f"{shown_bytes(free)} are free at {there}; a checkpoint takes {shown_bytes(checkpoint)}")
     return problems
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def require_room(config: Config) -> None:
+    """Raise TrainingAborted on all processes if the disk of the run's folder has no room for one more checkpoint: no
+    option is wrong, and training would be lost. Every process must call it."""
+    if config.run_dir.startswith("gs://"):
+        return
+    there = existing(Path(config.run_dir).absolute())
+    checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
+    if (free := on_first_process(lambda: shutil.disk_usage(there).free)) < checkpoint:
+        needed = f"a checkpoint takes {shown_bytes(checkpoint)}"
+        raise TrainingAborted(f"{shown_bytes(free)} are free at {there}; {needed}: make room, and start again")
 
 
 def refusals(bucket: epath.Path) -> list[str]:
@@ -120,8 +127,7 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
     same |= {"data": fingerprint[:12], "tokenizer": tokenizer[:12]}
     same["devices"] = f"{len(devices)} x {devices[0].device_kind}"
     problems = problems_here(config)
-    exchange("the preflight", "")  # so that all read their clocks together
-    mine = Host(platform.node(), same, time.time(), problems)
+    mine = Host(platform.node(), same, problems)
     hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", json.dumps(mine))]
     if wrong := compare(hosts):
         raise UserError("the hosts of this run cannot train together:\n  " + "\n  ".join(wrong))

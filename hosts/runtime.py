@@ -11,11 +11,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+from jax._src import xla_bridge  # its errors have no public API
 from jax.sharding import Mesh
 
 from configs.command_line import Exit
@@ -68,7 +70,8 @@ def leave(error: BaseException | None, code: int) -> None:
             output.flush()
     # An operation of all devices fails if another process is gone. The error is our own if all processes have it.
     of_devices = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and code == Exit.FAILED
-    if error and not everyone_is_here(LEAVE_SECONDS + of_devices * HEARTBEAT_SECONDS):
+    together = everyone_is_here(LEAVE_SECONDS + of_devices * HEARTBEAT_SECONDS)
+    if error and not together:
         if of_devices:
             print("error: another process has stopped, or cannot be reached; start all again", file=sys.stderr)
         os._exit(Exit.PEER_LOST if of_devices else code)
@@ -134,18 +137,23 @@ def start_jax() -> None:
 
 
 def require_platform() -> None:
-    """Raise UserError if the devices that JAX_PLATFORMS names are not here."""
+    """Raise UserError if the devices that JAX_PLATFORMS names are not here. Without it, raise UserError if JAX would
+    train on the CPU although the machine has an accelerator."""
     platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms in (None, "", "cpu"):
+    gpus = glob("/dev/nvidia[0-9]*") if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") else []
+    found = gpus + glob("/dev/accel[0-9]*")
+    if platforms == "cpu" or not (platforms or found):
         return
     try:
-        jax.devices()
+        if jax.default_backend() == "cpu" and not platforms:
+            raise RuntimeError(xla_bridge._backend_errors.get("cuda" if gpus else "tpu", "no plugin for it works"))
     except (AssertionError, RuntimeError) as error:  # AssertionError: a plugin found no driver, and JAX logged why
         if PASSING.search(str(error)):  # a TPU that another process still holds
             raise
+        what = f"JAX_PLATFORMS={platforms}" if platforms else f"{found[0]} is here"
         raise UserError(
-            f"JAX_PLATFORMS={platforms}: JAX finds no such device here ({first_line(error)}); install its plugin and "
-            "driver (docs/get-started.md), or unset JAX_PLATFORMS"
+            f"{what}: JAX finds no such device ({first_line(error)}); install its plugin and driver "
+            "(docs/get-started.md), or set JAX_PLATFORMS=cpu to use the CPU"
         ) from error
 
 

@@ -31,7 +31,7 @@ FIRST = 6  # times `hang.seconds` that the first step may take, which connects t
 
 
 class Stop:
-    """Let Ctrl-C and SIGTERM (a preemption notice) end the command in order, inside `with`.
+    """Let Ctrl-C, SIGTERM (a preemption notice) and SIGHUP (a closed terminal) end the command in order, inside `with`.
 
     Enter it before `start_jax`. Signals end the command at once, by an exception, except during training
     (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
@@ -47,7 +47,9 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         # With several processes JAX's preemption service takes SIGTERM over when it starts, and informs the others.
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt}
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt, signal.SIGHUP: self._preempt}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            del handlers[signal.SIGHUP]
         self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
@@ -61,15 +63,17 @@ class Stop:
             os.write(2, b"interrupted twice: ended at once; steps after the newest checkpoint are lost\n")
             os._exit(Exit.INTERRUPTED)
 
-    def _preempt(self, *_: object) -> None:
+    def _preempt(self, number: int, _: object) -> None:
         self.code = self.code or Exit.PREEMPTED
         if not self.training:
             raise SystemExit(Exit.PREEMPTED)
+        if number == signal.SIGHUP and jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def deferred_signals(self) -> Iterator[None]:
-        """Let a request wait for the end of a step inside. If JAX swallowed an earlier request's exception, raise it
-        again."""
+        """Let a request wait for the end of a step inside, and change nothing after it: the run is at its end. If JAX
+        swallowed an earlier request's exception, raise it again."""
         if self.code == Exit.INTERRUPTED:
             raise KeyboardInterrupt
         if self.code:
@@ -77,8 +81,9 @@ class Stop:
         self.training = True
         try:
             yield
-        finally:
+        except BaseException:
             self.training = False
+            raise
 
     def agreed(self) -> bool:
         """Return whether the run is to stop now, for all processes alike. Every process must ask equally often."""

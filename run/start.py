@@ -21,7 +21,7 @@ from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
 from hosts.distributed import check_hosts_agree, on_first_process
-from hosts.preflight import ROOT, code_digest, preflight
+from hosts.preflight import ROOT, code_digest, preflight, require_room
 from hosts.runtime import describe_processes, versions
 from hosts.stop import limited
 from interchange.init_from import (
@@ -84,13 +84,16 @@ def open_folder(
     built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock
 ) -> tuple[RunStatus, Saver]:
     """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
-    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together."""
+    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together. TrainingAborted if
+    the disk is full."""
     config = built.config
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
     status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
     on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
+    if status.finished < config.steps:
+        require_room(config)
     with limited(config.hang, "opening the checkpoints"):
         checkpoints = open_checkpoints(config, resume_step)
     length, size = config.batch.sequence_length, config.batch.tokens_per_step

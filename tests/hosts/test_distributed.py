@@ -3,12 +3,13 @@
 import signal
 import subprocess
 import time
+import urllib.request
 
 import pytest
-from jax._src import clusters
+from jax._src import distributed
 
 from configs.schema import UserError
-from hosts.distributed import given_processes, local_gpus
+from hosts.distributed import detected_processes, exchange, given_processes, join, local_gpus
 from tests.hosts.processes import finish, start
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
@@ -21,22 +22,55 @@ MPIRUN |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI
 def test_the_user_s_variables_are_complete_or_refused():
     assert given_processes(GIVEN) == ("10.0.0.1:1234", 2, 1) and given_processes({}) == (None, None, None)
     wrong = [{"JAX_PROCESS_ID": "2"}, {"JAX_NUM_PROCESSES": "two"}, {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}]
-    wrong += [{"JAX_COORDINATOR_ADDRESS": "10.0.0.1:99999"}, {"JAX_COORDINATOR_ADDRESS": ""}]
+    wrong += [{"JAX_COORDINATOR_ADDRESS": a} for a in ("10.0.0.1:99999", "", ":1234", "http://10.0.0.1:1234")]
+    assert given_processes({"JAX_NUM_PROCESSES": "1"}) == (None, 1, 0)
     for change in wrong:
         with pytest.raises(UserError, match=next(iter(change.values())) or "JAX_COORDINATOR_ADDRESS"):
             given_processes(GIVEN | change)
 
 
+ONE = (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("environ", "found"),
-    [(SRUN, ("n1:61445", 2, 1)), (MPIRUN, ("10.96.0.1:62624", 2, 1)), ({"SLURM_JOB_ID": "5"}, (None, None, None))],
+    [
+        (SRUN, ("n1:61445", 2, 1)),
+        (MPIRUN, ("10.96.0.1:62624", 2, 1)),
+        ({"SLURM_JOB_ID": "5"}, ONE),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, ONE),  # a shell inside an allocation
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ONE),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ONE),
+        ({"OMPI_MCA_orte_hnp_uri": MPIRUN["OMPI_MCA_orte_hnp_uri"]}, "wrong .'OMPI_COMM_WORLD_SIZE'.*=1 to run one"),
+        (SRUN | {"SLURM_NTASKS": "two"}, "wrong .*'two'.*=1 to run one"),
+        (SRUN | {"JAX_COORDINATOR_PORT": "99999"}, "wrong .*JAX_COORDINATOR_ADDRESS=n1:99999.*=1 to run one"),
+    ],
 )
-def test_jax_finds_the_processes_of_a_launcher(environ, found, monkeypatch):
+def test_jax_finds_the_processes_of_a_launcher_or_one_message_says_how_to_start(environ, found, monkeypatch):
     for name in (*SRUN, *MPIRUN):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, 1)[:3] == found
+    if isinstance(found, tuple):
+        assert detected_processes() == found
+    else:
+        with pytest.raises(UserError, match=found):
+            detected_processes()
+
+
+def test_google_s_metadata_never_come_through_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "mine.example")
+    assert join() == 0
+    for host, direct in {"metadata.google.internal": 1, "169.254.169.254": 1, "mine.example": 1, "other": 0}.items():
+        assert bool(urllib.request.proxy_bypass(host)) == direct
+
+
+def test_a_thread_that_still_saves_after_the_end_does_not_count_as_all_processes(monkeypatch):
+    assert exchange("a test", "mine") == ["mine"]
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)  # JAX's shutdown leaves it, and no client
+    with pytest.raises(RuntimeError, match="parts of a checkpoint: this process has left"):
+        exchange("parts of a checkpoint", "")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +82,8 @@ def test_jax_finds_the_processes_of_a_launcher(environ, found, monkeypatch):
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"}, 8, [3]),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "5"}, 8, [0]),
         (SRUN | {"JAX_LOCAL_DEVICE_IDS": "1"}, 8, None),
+        (MPIRUN | {"JAX_PLATFORMS": "cpu"}, 1, None),
+        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, [0]),
     ],
 )
 def test_a_task_takes_all_gpus_of_its_machine_or_one(environ, gpus, own):
@@ -59,7 +95,8 @@ def test_a_task_takes_all_gpus_of_its_machine_or_one(environ, gpus, own):
     [
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 4, "8 tasks of this machine see 4 GPUs"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 8, "2 tasks of this machine see 8 GPUs"),
-        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"}, 8, "2 tasks of this machine see 3 GPUs"),
+        (MPIRUN, 1, "2 tasks of this machine see 1 GPUs"),
+        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1, "MIG-a,MIG-b: CUDA gives a process one MIG device"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2"}, 4, "SLURM_STEP_TASKS_PER_NODE=4\\(x2"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4, "SLURM_NODEID=1"),
     ],
@@ -90,8 +127,10 @@ def main():
             raise UserError("all have it")
         if act == "mistaken" and second:
             raise UserError("this host's disk is gone")
-        if act == "failed" and second:
+        if act.startswith("failed") and second:
             raise ZeroDivisionError("a bug")
+        if act == "failed at the end":
+            return 0
         if act == "alike":
             raise jax.errors.JaxRuntimeError("INTERNAL: the same on all")
         if act == "steps":
@@ -129,6 +168,7 @@ def begin(act: str) -> list[subprocess.Popen]:
         ("all mistaken", [2, 2], "error: all have it"),
         ("mistaken", [42, 2], ""),
         ("failed", [42, 1], ""),
+        ("failed at the end", [0, 1], ""),
         ("alike", [1, 1], "INTERNAL: the same on all"),
     ],
 )
@@ -166,12 +206,26 @@ def test_a_second_ctrl_c_of_one_process_ends_all_with_130():
 
 
 @pytest.mark.medium
-def test_processes_find_each_other_in_slurm_s_environment():
+def test_processes_find_each_other_in_slurm_s_environment_past_a_proxy_that_does_not_know_them():
     def srun(index: int, port: int) -> dict[str, str]:
         step = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
         step |= {"SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "2", "JAX_COORDINATOR_PORT": str(port)}
+        step |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": "", "no_grpc_proxy": ""}
         return step | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
 
     command = ["-c", PROCESS, "complete"]
     for text in finish(start(command, command, variables=srun), 0):
         assert "['0 2', '1 2'] 2" in text
+
+
+@pytest.mark.medium
+def test_a_mistake_of_one_process_ends_all_in_seconds(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    mistake, command = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["-c", PROCESS, "complete"]
+
+    def variables(index: int, port: int) -> dict[str, str]:
+        given = GIVEN | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_PROCESS_ID": str(index)}
+        return given | mistake if index else given
+
+    for text in finish(start(command, command, variables=variables), 2):
+        assert "error: process 1: CUDA_VISIBLE_DEVICES=MIG-a,MIG-b" in text

@@ -2,8 +2,10 @@
 
 import platform
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -11,31 +13,33 @@ import pytest
 from configs.schema import Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts import preflight as module
 from hosts.preflight import Host, code_digest, compare, preflight, problems_here, require_right_sum
+from hosts.runtime import TrainingAborted
 from model.kernels import lacks_deterministic_attention
+from run import folder as run_folder
+from run import start as start_module
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import folder  # noqa: F401
+from training.build import build
 from training.mesh import make_mesh
 
 SAME = {"code": "abc", "jax": "0.10.2", "data": "d", "devices": "8 x H200"}
 
 
-def host(name: str, clock: float = 1000.0, problems=(), **differs: str) -> Host:
-    return Host(name, SAME | differs, clock, list(problems))
+def host(name: str, problems=(), **differs: str) -> Host:
+    return Host(name, SAME | differs, list(problems))
 
 
 @pytest.mark.parametrize(
     ("hosts", "wrong"),
     [
         ([host("a")], []),
-        ([host("a"), host("b", clock=1059.0)], []),
         ([host("a"), host("b", jax="0.9")], ["process 1 (b) has jax 0.9, the others 0.10.2"]),
         ([host("a", code="x"), host("b"), host("c")], ["process 0 (a) has code x, the others abc"]),
         (
             [host("a"), host("b"), host("c", devices="7 x H200")],
             ["process 2 (c) has devices 7 x H200, the others 8 x H200"],
         ),
-        ([host("a"), host("b"), host("c", clock=900.0)], ["process 2 (c) has a clock that is -100 s from the others'"]),
         (
             [host("a"), host("b", problems=["cannot write to /x: read-only"])],
             ["process 1 (b): cannot write to /x: read-only"],
@@ -65,14 +69,24 @@ def test_one_process_passes_and_makes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unwritable_or_full_folder_is_a_user_error(tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     config = replace(tiny_config(), run_dir=str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"process 0 .*: cannot write to .*/file"):
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
-    config = replace(tiny_config(), run_dir=str(tmp_path / "run"))
-    assert problems_here(config) == [f"1.0 kB are free at {tmp_path}; a checkpoint takes 0.5 MB"]
+
+
+@pytest.mark.parametrize("finished", [0, 10])
+def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monkeypatch, finished):
+    config = replace(tiny_config(), run_dir=str(tmp_path / "run"), steps=10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    status, text = run_folder.RunStatus([], finished, finished, "id"), Mock(fingerprint="f")
+    text.tokenizer.sha256 = "t"
+    monkeypatch.setattr(start_module, "open_run", lambda *_: status)
+    monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)
+    full = pytest.raises(TrainingAborted, match=r"1\.0 kB are free at .* takes 0\.5 MB")
+    with nullcontext() if finished == 10 else full:
+        start_module.open_folder(build(config), text, False, None, Mock())
 
 
 def test_a_wrong_sum_is_a_user_error(monkeypatch):
@@ -119,7 +133,7 @@ def test_the_doctor_names_the_host_that_differs(folder, tmp_path):  # noqa: F811
     assert f"process 1 ({platform.node()}) has jax 0.1, the others" in first
     assert ": does not see runs/tiny of process 0" in first and "Traceback" not in first + second
     assert "process 0 of 2; 4 of 8 cpu device(s) here" in first.splitlines()[0]
-    assert not (folder / "runs" / "tiny" / "config.json").exists()
+    assert not [*(folder / "runs" / "tiny").iterdir()]  # a user's empty folder stays, and empty
 
 
 TRAIN = """

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -125,17 +126,23 @@ def test_a_text_that_the_output_cannot_show_changes_no_exit_code(encoding, close
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "says"),
+    ("platforms", "file", "backend", "raised", "says"),
     [
-        (AssertionError(), UserError, "JAX_PLATFORMS=cuda: JAX finds no such device"),
-        (RuntimeError("Unable to initialize backend 'cuda': NOT_FOUND"), UserError, "NOT_FOUND"),
-        (RuntimeError("Unable to initialize backend 'tpu': ABORTED: in use"), RuntimeError, "ABORTED"),
+        ("cuda", "", AssertionError(), UserError, "JAX_PLATFORMS=cuda: JAX finds no such device"),
+        ("cuda", "", RuntimeError("Unable to initialize backend 'cuda': NOT_FOUND"), UserError, "NOT_FOUND"),
+        ("tpu", "", RuntimeError("Unable to initialize backend 'tpu': ABORTED: in use"), RuntimeError, "ABORTED"),
+        ("", "accel0", ["cpu"], UserError, "accel0 is here: JAX finds no such device .*JAX_PLATFORMS=cpu"),
+        ("", "nvidia0", ["cpu"], UserError, "nvidia0 is here: JAX finds no such device .*JAX_PLATFORMS=cpu"),
+        ("cpu", "accel0", ["cpu"], None, ""),
+        ("", "nvidia0", ["gpu"], None, ""),
+        ("", "", ["cpu"], None, ""),
     ],
 )
-def test_devices_that_are_not_here_are_a_mistake(error, raised, says, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    monkeypatch.setattr("jax.devices", Mock(side_effect=error))
-    with pytest.raises(raised, match=says):
+def test_an_accelerator_that_is_not_here_or_not_used_is_a_mistake(platforms, file, backend, raised, says, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr("hosts.runtime.glob", lambda pattern: [f"/dev/{file}"] if file and file[:5] in pattern else [])
+    monkeypatch.setattr("jax.default_backend", Mock(side_effect=backend))
+    with pytest.raises(raised, match=says) if raised else nullcontext():
         require_platform()
 
 

@@ -18,17 +18,34 @@ from tests.hosts.processes import finish, start
 from tests.hosts.test_runtime import exit_code
 
 ROOT = Path(__file__).parents[2]
-SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup():
+    """Let SIGHUP have its default action, as it has without nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("sign", "code"), SIGNALS)
 def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Stop() as stop, stop.deferred_signals():
-        assert not stop.agreed()
-        os.kill(os.getpid(), sign)
-        assert stop.agreed() and stop.code == stop.agreed_code() == code
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    before = [signal.getsignal(number) for number, _ in SIGNALS]
+    with Stop() as stop:
+        with stop.deferred_signals():
+            assert not stop.agreed()
+            os.kill(os.getpid(), sign)
+            assert stop.agreed() and stop.code == stop.agreed_code() == code
+        os.kill(os.getpid(), signal.SIGTERM)  # while the summary is written
+    assert [signal.getsignal(number) for number, _ in SIGNALS] == before
+
+
+def test_a_closed_terminal_changes_nothing_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.code is None
 
 
 @pytest.mark.parametrize(("sign", "code"), SIGNALS)
