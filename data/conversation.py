@@ -25,7 +25,7 @@ def messages_of(conversation: object) -> list[Message]:
     merged into the first user's, and a tool's into the assistant's. Raise ValueError, with what is wrong, if they are
     no conversation."""
     messages: list[Message] = []
-    is_output = False  # the message before is a tool's: the assistant's turn goes on
+    is_output = False  # the message before is a tool's: the assistant's turn continues
     for number, given in enumerate(_listed(conversation), 1):
         name = given.get("role")
         role = ROLES.get(name) if isinstance(name, str) else None

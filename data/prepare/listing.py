@@ -127,14 +127,14 @@ def _keys(name: str, words: set[str]) -> Iterator[tuple[str, str]]:
 
 def _split_words(file: SourceFile, trained: set[str]) -> set[str]:
     """Return the words that say of which published split a file is: as in `validation-00000-of-00002.parquet` and
-    `val.txt`, or beside a file or folder of the same name with `train`. A .txt of code or documents may be called
-    test.txt, too: it is only the first if it is directly in the source."""
+    `val.txt`, or next to a file or folder of the same name with `train`. Code may have a test.txt, too: a .txt of such
+    a name must be directly in the source."""
     words = HELD_OUT | {"test"}
-    beside = {word for word, key in _keys(file.name, words) if key in trained}
+    found = {word for word, key in _keys(file.name, words) if key in trained}
     stem = re.match(r"([a-z]+)([-_.]?[0-9].*)?$", PurePath(file.name.lower()).name.partition(".")[0])
     if stem and (not file.ends_with(".txt") or "/" not in file.name):
-        beside |= {stem[1]} & words
-    return beside
+        found |= {stem[1]} & words
+    return found
 
 
 def _described(left: list[SourceFile], notes: list[str]) -> str:
