@@ -145,7 +145,7 @@ def _described(left: list[SourceFile], notes: list[str]) -> str:
     described += ["others"] * (len(counts) > SHOWN) + notes
     texts = [extension for extension, _ in counts[:SHOWN] if _is_text(extension, first[extension])]
     advice = f" (take text by python -m data.prepare --text_extensions={','.join(texts)})" * bool(texts)
-    advice += " (a .json with one document a line is called .jsonl)" * (".json" in first)
+    advice += " (.json: rename lines to .jsonl; an array needs --conversations)" * (".json" in first)
     return f"; left out: {', '.join(described)}{advice}" if described else ""
 
 

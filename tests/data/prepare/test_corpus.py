@@ -298,5 +298,5 @@ def test_only_text_is_recommended_as_text(tmp_path):
     with pytest.raises(UserError, match="no file of text found there") as error:
         find_corpus(source)
     advice = re.search(r"python -m data\.prepare --text_extensions=(\S+)\)", str(error.value))
-    assert advice and advice[1] == ".tex" and "a .json with one document a line is called .jsonl" in str(error.value)
+    assert advice and advice[1] == ".tex" and ".json: rename lines to .jsonl" in str(error.value)
     assert names(find_corpus(source, text_extensions=advice[1])) == ["b.tex"]
