@@ -3,7 +3,8 @@
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> <|user_start|> ...
 
 A system message goes before the first user's text. An assistant's content may have parts: text, a call of Python
-between <|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. A network
+between <|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. OpenAI's tools
+become such parts: a call is its arguments as JSON, and a tool's message is an output in the assistant's turn. A network
 learns an assistant's tokens: its text, its calls and its ends. The tokens determine which targets count
 (`data.packing.learned`); no mask is stored.
 """
@@ -15,46 +16,99 @@ from typing import Any
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 
 PARTS = {"text": ("", ""), "python": CHAT_TOKENS[4:6], "python_output": CHAT_TOKENS[6:8]}
-NOT_KEPT = ("tool_calls", "function_call", "reasoning_content")
+ROLES = {"developer": "system", "function": "tool"} | {role: role for role in ("system", "user", "assistant", "tool")}
 Message = dict[str, Any]
 
 
 def messages_of(conversation: object) -> list[Message]:
     """Return the messages of a conversation: a list of them, or an object that has it as `messages`. The system's is
-    merged into the first user's. Raise ValueError, with what is wrong, if they are no conversation."""
-    messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("no list of messages")
-    for number, message in enumerate(messages, 1):
-        role = message.get("role")
-        if role not in ("system", "user", "assistant"):
-            raise ValueError(f"message {number} has the role {role!r}, not system, user or assistant")
-        if (problem := _problem(message)) is not None:
-            raise ValueError(f"message {number} ({role}) {problem}")
-    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    merged into the first user's, and a tool's into the assistant's. Raise ValueError, with what is wrong, if they are
+    no conversation."""
+    messages: list[Message] = []
+    is_output = False  # the message before is a tool's: the assistant's turn continues
+    for number, given in enumerate(_listed(conversation), 1):
+        name = given.get("role")
+        role = ROLES.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise ValueError(f"message {number} has the role {name!r}, not {', '.join(ROLES)}")
+        try:
+            content = _content(given, role)
+        except ValueError as error:
+            raise ValueError(f"message {number} ({name}) {error}") from error
+        before = messages[-1]["role"] if messages else ""
+        if before == "assistant" and (role == "tool" or (role == "assistant" and is_output)):
+            messages[-1]["content"] = [*_parts(messages[-1]["content"]), *_parts(content)]
+        elif role == "tool":
+            raise ValueError(f"message {number} ({name}) is no answer to an assistant's call")
+        elif role == before or (role == "system" and before):
+            raise ValueError(
+                f"the conversation has, after the {before}'s, another message of {name}; roles alternate from the "
+                "user's"
+            )
+        else:
+            messages.append({"role": role, "content": content})
+        is_output = role == "tool"
     system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
     if not messages:
         raise ValueError("no message of a user")
-    for number, message in enumerate(messages):
-        if message["role"] != ("user", "assistant")[number % 2]:
-            turn = "begins with the" if number == 0 else f"has, after the {messages[number - 1]['role']}'s, another"
-            raise ValueError(f"the conversation {turn} message of {message['role']}; roles alternate from the user's")
+    if messages[0]["role"] != "user":
+        raise ValueError("the conversation begins with the message of assistant; roles alternate from the user's")
     if system is not None:
         messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
     return messages
 
 
-def _problem(message: Message) -> str | None:
-    """Return what is wrong with a message's content."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return None if content.strip() else "is empty"
-    if message["role"] != "assistant" or not isinstance(content, list):
-        return "has no text as its content"
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") in (*PARTS,) and isinstance(part.get("text"), str)):
-            return f"has a part other than {', '.join(PARTS)} with a text"
-    return None if any(part["text"].strip() for part in content) else "is empty"
+def _listed(conversation: object) -> list[Message]:
+    """Return the messages as they were given."""
+    messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("no list of messages")
+    return messages
+
+
+def _content(message: Message, role: str) -> str | list[Message]:
+    """Return a message's text; for a tool, and for an assistant that does not only write text, its parts. Raise
+    ValueError, with what is wrong."""
+    content, calls = message.get("content"), _calls(message)
+    if calls and role != "assistant":
+        raise ValueError("has tool_calls, which only an assistant makes")
+    if content is None and (calls or role == "tool"):
+        content = ""
+    if not isinstance(content, str | list):
+        raise ValueError("has no text as its content")
+    parts = []
+    for part in content if isinstance(content, list) else _parts(content):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in ((*PARTS,) if role == "assistant" else ("text",)) or not isinstance(text, str):
+            raise ValueError(f"has a part of the type {kind!r}, which is no text")
+        parts.append({"type": kind, "text": text})
+    text = "".join(part["text"] for part in parts)
+    if role == "tool":
+        return [{"type": "python_output", "text": text}]
+    if not calls and not text.strip():
+        raise ValueError("is empty")
+    if role != "assistant" or (isinstance(content, str) and not calls):
+        return text
+    return [part for part in parts if part["text"] or not calls] + calls
+
+
+def _calls(message: Message) -> list[Message]:
+    """Return the calls of tools in a message of OpenAI's format as parts: their arguments as JSON."""
+    old = message.get("function_call")
+    parts = []
+    for call in message.get("tool_calls") or ([old] if old else []):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            is_object = isinstance(json.loads(arguments), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise ValueError("has a call of a tool whose arguments are no object of JSON")
+        parts.append({"type": "python", "text": arguments})
+    return parts
 
 
 def document_of(conversation: object) -> str:
@@ -63,10 +117,9 @@ def document_of(conversation: object) -> str:
     messages = messages_of(conversation)
     if len(messages) < 2:
         raise ValueError("no message of an assistant")
-    given: Any = conversation["messages"] if isinstance(conversation, dict) else conversation
-    for number, message in enumerate(given, 1):
-        if lost := [name for name in NOT_KEPT if message.get(name)]:
-            raise ValueError(f"message {number} ({message['role']}) has {', '.join(lost)}, which cannot be learned")
+    for number, message in enumerate(_listed(conversation), 1):
+        if message.get("reasoning_content"):
+            raise ValueError(f"message {number} ({message['role']}) has reasoning_content, which cannot be learned")
         if message["role"] == "assistant" and message.get("weight") not in (None, 1):
             raise ValueError(f"message {number} (assistant) has another weight than 1: every answer is learned")
     return json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))

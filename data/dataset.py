@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
@@ -107,16 +109,21 @@ def open_text(
     for name, shares, rows, held_out in zip(names, zip(*(stage.shares for stage in stages)), train, val):
         needed = max(round(max(shares) * rows_per_step), 1)
         if len(rows) < needed or not len(held_out):
+            advice = "a smaller --batch.tokens_per_step or --batch.sequence_length"
+            if too_long:
+                kept = ", or --data.too_long=cut" * (config.too_long == "drop")
+                advice = f"a smaller --batch.tokens_per_step, a larger --batch.sequence_length{kept}; {too_long}"
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
-                f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or a smaller "
-                "--batch.tokens_per_step or --batch.sequence_length" + f"; {too_long}" * bool(too_long)
+                f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or {advice}"
             )
-        if rows.chat_tokens and not any(rows[i]["weights"].any() for i in range(len(rows))):  # usually the first has
-            raise UserError(
-                f"--data.source={name}: in its {len(rows)} rows of {length} tokens no token of an assistant is left to "
-                f"learn; give a larger --batch.sequence_length; {too_long}"
-            )
+        for some, what in ((rows, ""), (held_out, "held-out ")):
+            # Usually the first row has a learned token.
+            if some.chat_tokens and not any(some[i]["weights"].any() for i in range(len(some))):
+                raise UserError(
+                    f"--data.source={name}: in its {len(some)} {what}rows of {length} tokens no token of an assistant "
+                    f"is left to learn; give a larger --batch.sequence_length; {too_long}"
+                )
     if len({dataset.held_out for dataset in datasets}) > 1:
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
         print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
@@ -132,12 +139,18 @@ def open_text(
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
     """Return a line on the documents of each dataset that are longer than a row."""
-    counts = []
+    counts, every = [], []
     for name, dataset in zip(shortest(names), datasets):
-        (train, of_train), (val, of_val) = (dataset.longer(part, length) for part in ("train", "val"))
-        counts.append(f"{name} {train:,} of {of_train:,} to train on and {val:,} of {of_val:,} held out")
+        train, val = dataset.lengths("train"), dataset.lengths("val")
+        every += [train, val]
+        longer = [f"{np.count_nonzero(sizes > length):,} of {len(sizes):,}" for sizes in (train, val)]
+        counts.append(f"{name} {longer[0]} to train on and {longer[1]} held out")
     what = "cut at their row's end" if config.too_long == "cut" else "left out"
-    return f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(counts)}"
+    sizes = np.concatenate(every)
+    return (
+        f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(counts)}; half of all have "
+        f"at most {int(np.median(sizes)):,} tokens, and the longest {sizes.max():,}"
+    )
 
 
 def absolute(config: DataConfig) -> DataConfig:

@@ -73,10 +73,9 @@ class Dataset:
                 raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
             yield np.load(io.BytesIO(content))
 
-    def longer(self, part: str, length: int) -> tuple[int, int]:
-        """Return the number of documents with more than `length` tokens, and of all documents."""
-        sizes = np.diff(self.document_starts(part), append=len(self.stream(part)))
-        return int(np.count_nonzero(sizes > length)), len(sizes)
+    def lengths(self, part: str) -> Integer[np.ndarray, "documents"]:
+        """Return the number of tokens of each document."""
+        return np.diff(self.document_starts(part), append=len(self.stream(part)))
 
     def _plans(self, part: str, config: DataConfig, length: int) -> Iterator[tuple[int, Plan]]:
         """Yield plans of some shards at a time, which bounds the memory: the start of the plan's shards, and the

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from configs.messages import progress
 from configs.schema import UserError
 from data.conversation import render
-from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows
+from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu
 from data.tokenizer import TextTokenizer
 from evaluation.core import Core, Task
 from evaluation.engine import Engine
@@ -51,8 +53,8 @@ ARC_COLUMNS = ("question", "choices", "answerKey")
 SETS: dict[str, tuple[str, tuple[str, ...], Callable[[Row], dict[str, Any]], str]] = {
     "ARC-Easy": ("arc/ARC-Easy/test*", ARC_COLUMNS, arc_item, "letters"),
     "ARC-Challenge": ("arc/ARC-Challenge/test*", ARC_COLUMNS, arc_item, "letters"),
-    "MMLU": ("mmlu/all/test*", COLUMNS["mmlu"], mmlu_item, "letters"),
-    "GSM8K": ("gsm8k/main/test*", COLUMNS["gsm8k"], gsm8k_item, "written"),
+    "MMLU": ("mmlu/all/test*", FORMATS["MMLU"][0], mmlu_item, "letters"),
+    "GSM8K": ("gsm8k/main/test*", FORMATS["GSM8K"][0], gsm8k_item, "written"),
 }
 """Each task's files, their columns, the function from a row to an item, and its kind."""
 BASELINES = {"letters": 0.25, "written": 0.0}
@@ -67,10 +69,15 @@ def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
 
 def _read_task(folder: str, label: str, items: int | None) -> Task:
     files, columns, item_of, kind = SETS[label]
-    if not any(Path(folder).glob(files)):
+    paths = sorted(Path(folder).glob(files))
+    if not paths:
         raise UserError(f"--bundle={folder}: no file {files}; docs/evaluation.md says how to download it")
+    try:
+        rows = [row for path in paths for row in pyarrow.parquet.read_table(path, columns=[*columns]).to_pylist()]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{folder}/{files} cannot be read with the columns {', '.join(columns)}: {error}") from error
     made = []
-    for number, row in enumerate(parquet_rows(f"{folder}/{files}", columns), 1):
+    for number, row in enumerate(rows, 1):
         try:
             made.append(item_of(row))
         except (LookupError, TypeError, ValueError) as error:

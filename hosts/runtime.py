@@ -83,7 +83,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted outside training; earlier checkpoints are intact", file=sys.stderr)
+        print("interrupted; everything that was complete before is kept", file=sys.stderr)
         return Exit.INTERRUPTED
     if isinstance(error, UserError | NoCheckpoint):
         print(f"error: {error}", file=sys.stderr)

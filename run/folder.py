@@ -261,7 +261,7 @@ def _report_rates(before: Config, config: Config, step: int) -> None:
     if now > 1.01 * was:
         LOGGER.warning(
             f"the learning rates rise at step {step}: from {was:.1%} of their peaks in the run of {before.steps} steps "
-            f"to {now:.1%} in that of {config.steps}; --optimizer.schedule.kind and warmdown shape them"
+            f"to {now:.1%} with {config.steps} steps; --optimizer.schedule.kind and warmdown shape them"
         )
 
 

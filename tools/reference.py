@@ -27,7 +27,7 @@ those of `configs/schema.py`; `python train.py --config=FILE --help` prints thos
 another value, except for options marked *may change on resume*, or with `--accept_changes`.
 """
 COMMANDS = (
-    *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__", "data.prepare.chats"),
+    *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__"),
     *("tools.plan", "tools.tune", "tools.report"),
     *("tools.dataset", "tools.inspect", "tools.doctor"),
 )

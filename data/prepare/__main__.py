@@ -13,6 +13,7 @@ Run it in the repository's root, like every command. Folders may be anywhere.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class Arguments(Preparation):
 
 
 def main() -> int:
+    for name in ("--source", "--exclude"):
+        if sum(word.partition("=")[0] == name for word in sys.argv) > 1:
+            raise UserError(f"{name} is given twice; give several after one: {name} A B")
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
     if arguments.tokenizer and arguments.vocab_size != Preparation.vocab_size:

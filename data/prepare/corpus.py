@@ -13,12 +13,15 @@ import pyarrow
 from configs.retry import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
+from data.prepare.chat_formats import as_messages, format_of, messages_in
 from data.prepare.chat_stdlib import conversations_of
-from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, chunks, lines, rows
+from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, array, chunks, lines, rows
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
-UNREADABLE = (OSError, EOFError, pyarrow.ArrowException)  # errors of a damaged file
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file
+EMPTY = "empty"  # the only problem that never stops a preparation
+GREETING = "with an answer before the first question, which alone is left out"
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,22 @@ class Corpus:
     """True if the documents are conversations: their texts are from `document_of`."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
-        """Yield the file's documents, one by one. An empty or unreadable one raises UserError, or, with
-        `on_error="skip"`, is a document with a problem. Raise UserError if the file is damaged."""
+        """Yield the file's documents, one by one. An empty one is a document with a problem. An unreadable one raises
+        UserError, or, with `on_error="skip"`, is a document with a problem. Raise UserError if the file is damaged."""
         for number, text, problem in self.read(file):
             if text or problem:
-                yield Document(self.name(file, number), text, problem)
+                yield Document(self.name(file, number), text, "" if text else problem)
 
     def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, str]]:
-        """Yield the number, text and problem of each document in a span of the file. An empty line has neither. Raise
-        as `documents` does."""
+        """Yield the number, text and problem of each document in a span of the file. An empty line has neither. One
+        with both lost only a part. Raise as `documents` does."""
         try:
             for number, content in self._contents(file, start, stop):
                 if not content and file.ends_with(*LINE_SUFFIXES):
                     yield number, "", ""
                     continue
                 text, problem = self._text_of(file, content)
-                if problem and self.on_error == "stop":
+                if problem and not text and problem != EMPTY and self.on_error == "stop":
                     name = self.name(file, self.numbers_before(file, start) + number)
                     raise UserError(
                         f"{self.source}: {name}: {problem}; correct it, or count and skip such: --on_error=skip"
@@ -72,6 +75,15 @@ class Corpus:
             # pyarrow's errors of damaged content have no number.
             lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
             raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
+
+    def chat_format(self) -> str:
+        """Return the format of the first conversation, if it is not a list of messages; "" otherwise."""
+        _, content = next(self._contents(self.files[0], 0, None), (0, b""))
+        try:
+            record = json.loads(content)
+        except ValueError:
+            return ""  # the preparation reports it at its place
+        return format_of(record) if isinstance(record, dict) and self.text_column not in record else ""
 
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""
@@ -83,7 +95,7 @@ class Corpus:
             return f"{file.name} conversation {number}"
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
-        if not file.ends_with(*TABLE_SUFFIXES):
+        if not (self.conversations or file.ends_with(*TABLE_SUFFIXES)):
             return file.name
         return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES) else 'row'} {number}"
 
@@ -117,44 +129,65 @@ class Corpus:
                 module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 made = conversations_of(opened.read().decode(errors="replace"), module)
                 yield from enumerate((json.dumps(conversation).encode() for conversation in made), 1)
+            elif self.conversations:
+                yield from array(file, opened)
             elif self._is_cut(file):
                 yield from chunks(opened, start, stop)
             else:
                 yield 1, opened.read()
 
     def _text_of(self, file: SourceFile, content: bytes) -> tuple[str, str]:
-        """Return a document's text, without a byte-order mark, and why there is none."""
+        """Return a document's text, without a byte-order mark, and why there is none, or not all of it."""
+        problem = ""
         try:
-            if file.ends_with(*LINE_SUFFIXES) or self.conversations:
-                text = self._text_of_record(content)
-            else:
-                text = content.decode("utf-8-sig")
+            # JSON may contain surrogates.
+            text = content.decode("utf-8-sig", "surrogatepass")
+            if 4 * text.count("\0") > len(text):  # without a mark, ASCII in UTF-16 is also UTF-8
+                return "", UTF_16
+            if self.conversations:
+                text, problem = self._conversation_of(text)
+            elif file.ends_with(*LINE_SUFFIXES):
+                text = self._text_of_record(text)
             text.encode()
         except UnicodeDecodeError:
             return "", UTF_16 if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "not UTF-8"
         except UnicodeEncodeError:
             return "", "invalid Unicode (a lone surrogate)"
         except (json.JSONDecodeError, RecursionError):  # the latter for deep nesting
-            return "", "not JSON"
+            return "", "not JSON" + ": a NUL is in it" * (b"\0" in content)
         except ValueError as error:
             return "", str(error)
-        if 4 * text.count("\0") > len(text):  # without a mark, ASCII in UTF-16 is also UTF-8
-            return "", UTF_16
-        return text, "" if text else "empty"
+        return text, problem if text else EMPTY
 
-    def _text_of_record(self, content: bytes) -> str:
-        """Return the text, or the conversation, of a record of JSON. Raise ValueError, with what is wrong."""
-        # Python would refuse an int of more than 4,300 digits.
-        record = json.loads(content.removeprefix(codecs.BOM_UTF8), parse_int=float)
-        if self.conversations:
-            return document_of(record.get(self.text_column) if isinstance(record, dict) else record)
+    def _text_of_record(self, content: str) -> str:
+        """Return the text of a record of JSON. Raise ValueError, with what is wrong."""
+        record = json.loads(content, parse_int=float)  # Python would refuse an int of more than 4,300 digits
         text = record.get(self.text_column) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            is_chat = isinstance(record, dict) and "messages" in record
-            raise ValueError(
-                f"no text under {self.text_column!r}" + "; conversations need data.prepare's --conversations" * is_chat
-            )
-        return text
+            raise ValueError(f"no text under {self.text_column!r}{_advice(record)}")
+        return text.removeprefix("\ufeff")
+
+    def _conversation_of(self, content: str) -> tuple[str, str]:
+        """Return the conversation of a record of JSON, and what was left out of it. Raise ValueError, with what is
+        wrong."""
+        record = json.loads(content)
+        if isinstance(record, dict):
+            record = record[self.text_column] if self.text_column in record else messages_in(record)
+        if isinstance(record, str):
+            record = json.loads(record)
+        if not isinstance(record, list):
+            raise ValueError("no list of messages")
+        messages = as_messages(record)
+        is_greeted = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
+        return document_of(messages[1:] if is_greeted else messages), GREETING * is_greeted
+
+
+def _advice(record: object) -> str:
+    """Return what to do about a record without text."""
+    texts = [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+    if isinstance(record, dict) and ("messages" in record or format_of(record)):
+        return "; conversations need data.prepare's --conversations"
+    return f"; data.prepare's --text_column names another key: {', '.join(texts[:8])}" if texts else ""
 
 
 def open_source(file: SourceFile) -> io.BufferedReader:

@@ -1,5 +1,6 @@
 """The files of a source (local or on the hub): which are taken, left out and held out."""
 
+import codecs
 import glob
 import hashlib
 import os
@@ -7,7 +8,9 @@ import re
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -20,73 +23,142 @@ from data.record import HELD_OUT, name_words
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
+CHAT_SUFFIXES = (".json",)  # one array of conversations
+SPLIT_SUFFIXES = (".txt", *TABLE_SUFFIXES)  # of files whose names may say of which split they are
 SHOWN = 8  # most extensions of files that are left out, in a message
 
 
 def find_corpus(
-    source: str,
+    source: str | Sequence[str],
     text_column: str = "",
     on_error: Literal["stop", "skip"] = "stop",
     text_extensions: str = "",
     revision: str = "",
     conversations: bool = False,
+    exclude: Sequence[str] = (),
 ) -> Corpus:
     """Return the files of `source`: `stdlib`, `chat-stdlib`, a file, a folder, a glob, or
-    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A path that exists is not a glob, whatever
-    its letters. Raise UserError if there are no files, and if one of them or a folder cannot be read: with
-    `on_error="skip"` it is only reported."""
-    extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
+    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`; or of several files, folders and globs. A
+    path that exists is not a glob, whatever its letters. Leave out what matches a pattern of `exclude`. Raise UserError
+    if there are no files, and if one of them or a folder cannot be read: with `on_error="skip"` it is only reported."""
+    extensions = tuple(one.strip().lower() for one in text_extensions.split(",") if one.strip())
     if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
         raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
-    library, is_hub = source in LIBRARY, source.startswith("hf:")
-    if conversations and source == "stdlib":
+    sources = [source] if isinstance(source, str) else list(source)
+    named = " ".join(sources)
+    library, is_hub = named in LIBRARY, named.startswith("hf:")
+    if len(sources) > 1 and any(one in LIBRARY or one.startswith("hf:") for one in sources):
+        raise UserError(f"--source {named}: several sources are files, folders and globs on this machine")
+    if conversations and named == "stdlib":
         raise UserError(f"the source stdlib is text; {CHAT_STDLIB} is conversations made of it")
-    conversations = conversations or source == CHAT_STDLIB
+    conversations = conversations or named == CHAT_STDLIB
     text_column = text_column or ("messages" if conversations else "text")
-    suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
+    suffixes = (*(CHAT_SUFFIXES if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
     if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
-    listed = _hub_files(source, revision) if is_hub else _local_files(source, suffixes, on_error)
+    listed: list[SourceFile] = []
+    notes: list[str] = []
+    for one in sources:
+        found, hidden = (_hub_files(one, revision), []) if is_hub else _local_files(one, suffixes, on_error)
+        listed += [replace(file, name=f"{PurePath(one).name}/{file.name}") for file in found] if sources[1:] else found
+        notes += [f"{len(hidden):,} hidden ({hidden[0]} ...)"] if hidden and not library else []
+        if not any(file.ends_with(*suffixes) for file in found):
+            kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
+            raise UserError(
+                f"{one or 'an empty --source'}: {f'no file of {kind}' if found else 'nothing'} found there"
+                f"{_described(found, notes)}; give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of "
+                f"{', '.join(suffixes)} on this machine"
+            )
+    for pattern in exclude:
+        kept = [file for file in listed if not _matches(file.name, pattern)]
+        notes.append(f"{len(listed) - len(kept):,} by --exclude={pattern}")
+        listed = kept
     if is_hub and any(file.ends_with(*TABLE_SUFFIXES) for file in listed):
         suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
     files = [file for file in listed if file.ends_with(*suffixes)]
-    described = "" if library else _described([file for file in listed if not file.ends_with(*suffixes)])
+    left_out = "" if library else _described([file for file in listed if not file.ends_with(*suffixes)], notes)
     if not files:
-        kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
-        raise UserError(
-            f"{source or 'an empty --source'}: {f'no file of {kind}' if listed else 'nothing'} found there{described}; "
-            f"give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(suffixes)} on this machine"
-        )
+        raise UserError(f"{named}: no file is left{left_out}")
     version = _version(files)
     if is_hub:
         commit = files[0].url.partition("@")[2].partition(":")[0]
-        version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}"
-    return Corpus(source, files, version, text_column, on_error, described, conversations)
+        version = f"{commit}/{named.removeprefix('hf:').partition(':')[2]}"
+    return Corpus(named, files, version, text_column, on_error, left_out, conversations)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern is for a file's path below the source, or for a folder or file in that path."""
+    return any(fnmatchcase(one, pattern) for one in (name, *PurePath(name).parts))
 
 
 def hold_out(corpus: Corpus) -> Corpus:
-    """Return the corpus with the files first that are held out: those whose names say so. If the names of all files do,
-    none is. UserError for a test split among others: it is for a network's last measurement."""
-    words = lambda file: name_words(file.name) if file.ends_with(".txt", *TABLE_SUFFIXES) else set()
-    named = [file for file in corpus.files if words(file) & HELD_OUT]
-    tests = [file for file in corpus.files if "test" in words(file) and file not in named]
+    """Return the corpus with the files first that are held out: those of a published split for validation. If all
+    files are of such splits, none is. UserError for a test split among others: it is for a network's last
+    measurement."""
+    named, tests = [], []
+    trained = {key for file in corpus.files for _, key in _keys(file.name, {"train"})}
+    for file in corpus.files if corpus.conversations else [f for f in corpus.files if f.ends_with(*SPLIT_SUFFIXES)]:
+        words = _split_words(file, trained)
+        if words & HELD_OUT:
+            named.append(file)
+        elif words:
+            tests.append(file)
     if len(named) + len(tests) == len(corpus.files):
         return corpus
     if tests:
+        last = next(part for part in reversed(PurePath(tests[0].name).parts) if "test" in name_words(part))
         raise UserError(
             f"{corpus.source}: {len(tests)} file(s) of a test split, {tests[0].name} the first: they must not be "
-            "trained on; give the others by a glob (--source='.../train*')"
+            "trained on; give the others by a glob ('.../train*'), or prepare them first: python -m data.prepare "
+            f"--exclude='{re.sub('[0-9]+', '*', last)}'"
         )
     others = [file for file in corpus.files if file not in named]
     return replace(corpus, files=[*(replace(file, held_out=True) for file in named), *others])
 
 
-def _described(left: list[SourceFile]) -> str:
-    """Return a text on the files that are left out, by extension."""
+def _keys(name: str, words: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield each of the words that is in a part of a path, and the path to there without the word and numbers."""
+    parts = name.lower().split("/")
+    for depth, part in enumerate(parts):
+        for word in name_words(part) & words:
+            rest = re.sub(rf"(?<![a-z]){word}(?![a-z])|[^a-z]", "", part)
+            yield word, "/".join([*parts[:depth], rest])
+
+
+def _split_words(file: SourceFile, trained: set[str]) -> set[str]:
+    """Return the words that say of which published split a file is: as in `validation-00000-of-00002.parquet` and
+    `val.txt`, or next to a file or folder of the same name with `train`. Code may have a test.txt, too: a .txt of such
+    a name must be directly in the source."""
+    words = HELD_OUT | {"test"}
+    found = {word for word, key in _keys(file.name, words) if key in trained}
+    stem = re.match(r"([a-z]+)([-_.]?[0-9].*)?$", PurePath(file.name.lower()).name.partition(".")[0])
+    if stem and (not file.ends_with(".txt") or "/" not in file.name):
+        found |= {stem[1]} & words
+    return found
+
+
+def _described(left: list[SourceFile], notes: list[str]) -> str:
+    """Return a text on what is left out: files by extension, and then `notes`."""
+    first = {PurePath(file.name.lower()).suffix: file for file in reversed(left)}
     counts = Counter(PurePath(file.name.lower()).suffix for file in left).most_common()
     described = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:SHOWN]]
-    more = ", and others" * (len(counts) > SHOWN)
-    return f"; left out: {', '.join(described)}{more} (text: --text_extensions)" if described else ""
+    described += ["others"] * (len(counts) > SHOWN) + notes
+    texts = [extension for extension, _ in counts[:SHOWN] if _is_text(extension, first[extension])]
+    advice = f" (take text by python -m data.prepare --text_extensions={','.join(texts)})" * bool(texts)
+    advice += " (.json: rename lines to .jsonl; an array needs --conversations)" * (".json" in first)
+    return f"; left out: {', '.join(described)}{advice}" if described else ""
+
+
+def _is_text(extension: str, file: SourceFile) -> bool:
+    """Return whether a local file begins as text, and its extension may be given as an option."""
+    if file.url.startswith("hf:") or extension == ".json" or not re.fullmatch(r"\.[^/,]+", extension):
+        return False
+    try:
+        with open(file.url, "rb") as opened:
+            start = codecs.getincrementaldecoder("utf-8")().decode(opened.read(4096))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(start) and "\0" not in start
 
 
 def _compiled(source: str, pattern: str) -> re.Pattern:
@@ -96,8 +168,9 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
         raise UserError(f"{source}: not a glob: {error}") from error
 
 
-def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> list[SourceFile]:
-    """Return the files of a path, or of a glob below the longest part of it that exists literally. Raise UserError for
+def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> tuple[list[SourceFile], list[str]]:
+    """Return the files of a path, or of a glob below the longest part of it that exists literally, and the hidden files
+    and folders below, which are left out: a name begins with a dot that the glob does not have. Raise UserError for
     folders, and files with one of the suffixes, that cannot be read; or, with `on_error="skip"`, report them."""
     library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source)
@@ -105,8 +178,9 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> list[
     while glob.has_magic(str(root)) and not os.path.lexists(root):
         root, pattern = root.parent, [root.name, *pattern]
     if not location or not os.path.lexists(root):
-        return []
-    matches = _compiled(source, "/".join(pattern))
+        return [], []
+    matches, is_dotted = _compiled(source, "/".join(pattern)), any(one.startswith(".") for one in pattern)
+    hidden: list[str] = []
 
     def fail(path: str, why: str | None) -> None:
         problem = f"{source}: {path} cannot be read: {why}"
@@ -120,6 +194,10 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> list[
         for folder, folders, files in os.walk(root, onerror=lambda error: fail(error.filename, error.strerror)):
             if library:
                 folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+            if not is_dotted:
+                hidden += sorted(name for name in (*folders, *files) if name.startswith("."))
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                files = [name for name in files if not name.startswith(".")]
             paths += [os.path.join(folder, name) for name in files]
     listed = []
     for path in sorted(paths):
@@ -131,7 +209,7 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> list[
         elif os.path.isfile(path):
             status = os.stat(path)
             listed.append(SourceFile(name, path, status.st_size, changed=status.st_mtime))
-    return listed
+    return listed, hidden
 
 
 def _version(files: list[SourceFile]) -> str:

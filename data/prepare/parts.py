@@ -78,13 +78,13 @@ class Task:
         return sum(span.size for span in self.spans)
 
     def texts(self, problems: Counter) -> Iterator[tuple[str, bool]]:
-        """Yield each text, and whether its file is held out. Count documents without text by their problems. Raise
-        UserError as `Corpus.read`."""
+        """Yield each text, and whether its file is held out. Count problems: of documents without text, and of those
+        that lost a part. Raise UserError as `Corpus.read`."""
         for span in self.spans:
             for _, text, problem in self.corpus.read(*span):
                 if problem:
                     problems[problem] += 1
-                elif text:
+                if text:
                     yield text, span.file.held_out
 
 

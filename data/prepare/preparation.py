@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -20,7 +21,8 @@ from msgspec import Meta
 from configs.retry import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
-from data.prepare.corpus import Corpus
+from data.prepare.chat_formats import FORMATS
+from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
 from data.prepare.selection import held_out_threshold, sampled_tokenizer
@@ -31,17 +33,21 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 
 FORMAT = 3  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
+MORE_TOKENS = 1.5  # times its own text's tokens per byte, at which a given tokenizer is called another text's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
     """Settings that determine a dataset."""
 
-    source: str
-    """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob: .txt, .md, .py (a file is a
-    document; a single file, and one above 1 MB, is cut into several), .jsonl (or compressed, as .json.gz and
-    .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub. Files named validation, valid,
-    val or dev are held out, and those named test are refused, unless all have such names."""
+    source: str | tuple[str, ...]
+    """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, or several (`--source A B`):
+    .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
+    compressed, as .json.gz and .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub.
+    Files of a published split for validation are held out, and those of a test split are refused."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of paths below the source, or of files' and folders' names, to leave out: `--exclude testdata '*.log'`.
+    """
     tokenizer: str = ""
     """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: train a
     byte-level BPE on the training documents."""
@@ -52,14 +58,14 @@ class Preparation:
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = DataConfig.val_fraction
     """Share of the documents to hold out, chosen by a hash of their texts, if no file is held out."""
     conversations: bool = False
-    """Read conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines are such
-    lists. docs/data.md describes their contents, and which tokens are learned."""
+    """Read conversations: .jsonl, .json or .parquet with `messages: [{"role", "content"}]`, or with the columns of
+    ShareGPT, Alpaca, Dolly and others. docs/data.md describes them, and which tokens are learned."""
     text_column: str = ""
     """Column (.parquet) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
     """More extensions of text files: `.rst,.tex`."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
+    """Documents that are not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
     shard_tokens: Annotated[int, Meta(gt=0, le=2**30)] = 100_000_000
     """Most tokens of a shard, about. A shard's documents come from one task's files, so it may have fewer."""
     deduplicate: bool = False
@@ -114,11 +120,14 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     if is_taken and not (out / "dataset.json").exists():
         raise UserError(f"--out={out} is not empty and has no dataset (no dataset.json); choose another folder")
     before = read_record(out)["made_from"] if (out / "dataset.json").exists() else {}
-    is_begun = settings.source.startswith("hf:") and before.get("source") == settings.source
+    is_begun = str(settings.source).startswith("hf:") and before.get("source") == settings.source
     revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
     options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
-    corpus = hold_out(find_corpus(settings.source, *options))
+    corpus = hold_out(find_corpus(settings.source, *options, settings.exclude))
     made_from = asdict(settings) | {"version": corpus.version, "conversations": corpus.conversations}
+    made_from = json.loads(json.dumps(made_from))  # as in the record
+    if not settings.exclude:
+        del made_from["exclude"]  # as in the records of versions without it
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
     facts = _continued(out, made_from)
@@ -138,7 +147,9 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
         facts |= {"files": len(files), "complete": False}
         chosen = f", {held_out} of them held out ({corpus.files[0].name} ...)" if held_out else ""
         about = f"{len(files)} file(s){chosen}, once, in {out}{corpus.left_out}"
-        print(f"preparing {settings.source}: {about}", file=sys.stderr)
+        print(f"preparing {corpus.source}: {about}", file=sys.stderr)
+        if corpus.conversations and (name := corpus.chat_format()):
+            print(f"conversations are made of the columns of {name}: {', '.join(FORMATS[name][0])}", file=sys.stderr)
         if "tokenizer" not in facts:
             write_record(out, facts | {"files": 0})  # this claims the folder
         shutil.rmtree(out / "parts", ignore_errors=True)  # of a start that was killed
@@ -169,11 +180,28 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
     if lost := tokenizer.text_lost(texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
+    own, here = _tokens_per_byte(Path(name)), tokenizer.tokens_per_byte(texts.values())
+    if own and here > MORE_TOKENS * own:
+        print(
+            f"--tokenizer={name} takes {here:.3f} tokens for a byte of {corpus.source}, and {own:.3f} of its own text: "
+            "one that is trained on both takes fewer (docs/data.md: several languages)",
+            file=sys.stderr,
+        )
     if corpus.conversations and tokenizer.missing_chat_tokens:
         lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
         ids = f"ids {lacking:,} to {tokenizer.vocab_size - 1:,} are added"
         print(f"{name} lacks special tokens of conversations: {ids} to the dataset's copy", file=sys.stderr)
     return tokenizer
+
+
+def _tokens_per_byte(tokenizer: Path) -> float:
+    """Return the tokens for a byte of the text that a dataset's tokenizer was trained on; 0 if that is not known."""
+    folder = (tokenizer if tokenizer.is_dir() else tokenizer.parent).parent
+    if not (folder / "dataset.json").exists():
+        return 0.0
+    facts = read_record(folder)
+    is_own = facts["complete"] and not facts["made_from"]["tokenizer"] and not facts["made_from"]["conversations"]
+    return facts["train"]["tokens"] / facts["train"]["bytes"] if is_own else 0.0
 
 
 def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
@@ -187,8 +215,9 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
     write_record(out, facts | {"skipped": dict(skipped), "complete": True})
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
-        problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items())
-        print(f"{corpus.source}: {skipped.total():,} document(s) are left out; skipped: {problems}", file=sys.stderr)
+        total = facts["train"]["documents"] + facts["val"]["documents"] + skipped.total() - skipped[GREETING]
+        problems = ", ".join(f"{count:,} {problem} ({100 * count / total:.2g}%)" for problem, count in skipped.items())
+        print(f"{corpus.source}: left out, of {total:,} document(s): {problems}", file=sys.stderr)
 
 
 def _continued(out: Path, made_from: dict) -> dict:

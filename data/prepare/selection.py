@@ -45,7 +45,8 @@ def sampled_tokenizer(
     tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold), vocab_size)
     learned = tokenizer.vocab_size
     if learned < vocab_size:
-        smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
+        options = f"--vocab_size={learned} (of train.py: --model.vocab_size={learned})"
+        smaller = f"use {options} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
         raise UserError(
             f"a vocab_size of {vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
             f"learned {learned} tokens; {smaller}{corpus.left_out}"

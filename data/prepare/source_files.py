@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from configs.schema import UserError
+from data.prepare.chat_formats import ALSO, FORMATS, format_of, unknown
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -72,11 +73,10 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
 def rows(
     file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a .parquet's groups that start in the span. A `nested` column gives JSON."""
+    """Yield the rows of a .parquet's groups that start in the span; those of conversations (`nested`) as JSON."""
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
-        schema = table.schema_arrow
-        _require_text(file, column, schema, nested)
+        columns = _columns(file, column, table.schema_arrow, nested)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or incomplete: {error}") from error
     before = 0
@@ -84,35 +84,51 @@ def rows(
         group, read = table.metadata.row_group(i), 0
         place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong offset
         if start <= place and (stop is None or place < stop):
-            for batch in table.iter_batches(BATCH_ROWS, [i], columns=[column]):
-                yield from enumerate(_contents(batch.column(0)), before + read + 1)
+            for batch in table.iter_batches(BATCH_ROWS, [i], columns=columns):
+                yield from enumerate(_contents(batch, nested), before + read + 1)
                 read += batch.num_rows
             if read != group.num_rows:
                 raise UserError(f"{file.url} is damaged: {read} rows, but its metadata has {group.num_rows}")
         before += group.num_rows
 
 
-def _contents(column: pyarrow.Array) -> Iterator[bytes]:
-    """Yield a column's rows: its text, or its value as JSON."""
-    if _is_text(column.type):
-        return (value.as_py() or b"" for value in column.cast(pyarrow.large_binary()))
-    return (json.dumps(value.as_py(), default=lambda _: None).encode() for value in column)  # messages contain no times
+def _contents(batch: pyarrow.RecordBatch, nested: bool) -> Iterator[bytes]:
+    """Yield the rows: their text, or, with `nested`, their columns as JSON."""
+    if nested:
+        # messages contain no times
+        return (json.dumps(row, default=lambda _: None).encode() for row in batch.to_pylist())
+    return (value.as_py() or b"" for value in batch.column(0).cast(pyarrow.large_binary()))
 
 
-def _require_text(file: SourceFile, column: str, schema: pyarrow.Schema, nested: bool) -> None:
-    texts = [name for name, kind in zip(schema.names, schema.types) if _is_text(kind, nested)]
-    if column not in texts:
-        what = "conversations" if nested else "text"
-        is_chat = "; conversations need data.prepare's --conversations" * ("messages" in schema.names and not nested)
-        found = f"give --text_column, one of: {', '.join(texts)}" if texts else "nor another"
-        raise UserError(f"{file.url} has no column {column!r} with {what}; {found}{is_chat}")
+def _columns(file: SourceFile, column: str, schema: pyarrow.Schema, nested: bool) -> list[str]:
+    """Return the columns to read. Raise UserError if there is no text, or, with `nested`, no conversation."""
+    if nested and column not in schema.names:
+        if not (name := format_of(schema.names)):
+            raise UserError(f"{file.url}: {unknown(schema.names)}")
+        return [*FORMATS[name][0], *(one for one in ALSO if one in schema.names)]
+    texts = [name for name, kind in zip(schema.names, schema.types) if _is_text(kind)]
+    if not nested and column not in texts:
+        is_known = "messages" in schema.names or format_of(schema.names)
+        is_chat = "; conversations need data.prepare's --conversations" * bool(is_known)
+        found = f"data.prepare's --text_column names another: {', '.join(texts)}" if texts else "nor another"
+        raise UserError(f"{file.url} has no column {column!r} with text; {found}{is_chat}")
+    return [column]
 
 
-def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
-    """Return whether a column of this type contains text, or, with `nested`, lists."""
-    if nested and (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
-        return True
+def _is_text(kind: pyarrow.DataType) -> bool:
+    """Return whether a column of this type contains text."""
     return (kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind) in TEXTS
+
+
+def array(file: SourceFile, opened: Any) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of a .json that is one array, as JSON."""
+    try:
+        elements = json.loads(opened.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.url} is not JSON: {error}; one conversation a line: call it .jsonl") from error
+    if not isinstance(elements, list):
+        raise UserError(f"{file.url} is not an array of conversations")
+    yield from enumerate((json.dumps(element).encode() for element in elements), 1)
 
 
 def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:

@@ -16,7 +16,7 @@ from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS
 from tests.data import nanochat_conversations
-from tests.data.preparations import read_shard
+from tests.data.preparations import jsonl, read_shard, tokens_of, write_files
 
 USER, END_USER, ANSWER, END, *_ = CHAT_TOKENS
 TOKENIZER = train_tokenizer(["some words, and others"], 266)
@@ -45,14 +45,19 @@ U, A = message("user", "x"), message("assistant", "y")
     [
         ([], "no message of a user"),
         ("text", "no list of messages"),
-        ([U, message("tool", "y")], "message 2 has the role 'tool'"),
+        ([U, message("critic", "y")], "message 2 has the role 'critic'"),
+        ([U, message("tool", "y")], r"message 2 \(tool\) is no answer to an assistant's call"),
         ([U, U], "has, after the user's, another message of user"),
         ([U, A, A], "has, after the assistant's, another message of assistant"),
         ([A], "begins with the message of assistant"),
         ([U, message("assistant", " ")], r"message 2 \(assistant\) is empty"),
         ([U, message("assistant", None)], r"message 2 \(assistant\) has no text"),
-        ([message("user", [{"type": "text", "text": "x"}])], r"message 1 \(user\) has no text"),
-        ([U, message("assistant", [{"type": "image", "text": "x"}])], "has a part other than"),
+        ([message("user", [{"type": "python", "text": "x"}])], r"message 1 \(user\) has a part of the type 'python'"),
+        ([message("user", [7])], r"message 1 \(user\) has a part of the type None"),
+        (
+            [U, message("assistant", [{"type": "image", "text": "x"}])],
+            "has a part of the type 'image', which is no text",
+        ),
     ],
 )
 def test_an_invalid_conversation_is_refused_with_the_reason(messages, problem: str):
@@ -130,10 +135,29 @@ def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_pat
     for packing in ("stream", "best_fit"):
         with pytest.raises(UserError, match=f"packing={packing} would cut in two; give --data.packing=whole"):
             open_text(DataConfig(str(chat), packing=packing), 290, LENGTH, 1, tmp_path)
-    with pytest.raises(UserError, match=r"gives 0 rows of 4 tokens .*; documents of more than 4 tokens are left out"):
+    sizes = [len(one) for part in ("train", "val") for one in tokens_of(chat, part)]
+    lengths = f"half of all have at most {int(np.median(sizes))} tokens, and the longest {max(sizes)}"
+    advice = "a larger --batch.sequence_length, or --data.too_long=cut; documents of more than 4 tokens are left out"
+    with pytest.raises(UserError, match=rf"gives 0 rows of 4 tokens .*{advice}.*; {lengths}$"):
         opened(chat, tmp_path, 4, too_long="drop")
     with pytest.raises(UserError, match=rf"{chat}: in its \d+ rows of 4 tokens no token of an assistant is left"):
         opened(chat, tmp_path, 4, too_long="cut")
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_held_out_conversations_that_are_all_too_long_are_refused_with_the_lengths(tmp_path, too_long):
+    write = lambda name, question: write_files(tmp_path / "text", {name: jsonl(*[[message("user", question), A]] * 9)})
+    write("train.jsonl", "x"), write("validation.jsonl", "x" * 200)
+    settings = Preparation(source=f"{tmp_path}/text", conversations=True, tokenizer=tokenizer_in(tmp_path))
+    prepare(settings, tmp_path / "made")
+    says = "in its 9 held-out rows of 96 tokens no token" if too_long == "cut" else "on and 0 held out.*too_long=cut"
+    with pytest.raises(UserError, match=f"{says}.*; half of all have at most 106 tokens, and the longest 206$"):
+        opened(tmp_path / "made", tmp_path, too_long=too_long)
+
+
+def tokenizer_in(folder: Path) -> str:
+    TOKENIZER.save(folder / "tokenizer")
+    return str(folder / "tokenizer")
 
 
 def test_a_mixture_with_text_has_the_weights_of_each(chat, tmp_path):

@@ -56,7 +56,7 @@ def test_every_item_equals_nanochat_s_chat_eval_on_a_mesh_of_all_axes(sets, tmp_
         ("MMLU", {"answer": [4] * 9}, "mmlu/all/test.*: row 1 is no item of MMLU"),
         ("ARC-Easy", {"answerKey": ["Z"] * 9}, "row 1 is no item of ARC-Easy"),
         ("GSM8K", {"answer": ["three"] * 9}, "row 1 is no item of GSM8K .*no number after ####"),
-        ("GSM8K", {"question": None}, "no column question"),
+        ("GSM8K", {"question": None}, "cannot be read with the columns question, answer"),
     ],
 )
 def test_incomplete_sets_are_refused_with_the_reason(tmp_path, label, changed, message):

@@ -76,15 +76,15 @@ def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
 
 
 BAD = {
-    "no list of messages": {"text": "x"},
+    "no list of messages": {"messages": {"text": "x"}},
     "no message of an assistant": [U],
-    "message 3 has the role 'tool', not system, user or assistant": [U, A, {"role": "tool", "content": "x"}],
+    "message 3 has the role 'critic', not developer, function, system, user, assistant, tool": [
+        *(U, A, {"role": "critic", "content": "x"}),
+    ],
     "the conversation has, after the user's, another message of user; roles alternate from the user's": [U, U, A],
     "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
     "message 2 (assistant) has another weight than 1: every answer is learned": [U, A | {"weight": 0}],
-    "message 2 (assistant) has tool_calls, which cannot be learned": [U, A | {"tool_calls": [{"id": "1"}]}],
     "message 2 (assistant) has reasoning_content, which cannot be learned": [U, A | {"reasoning_content": "hm"}],
-    "message 1 (user) has function_call, which cannot be learned": [U | {"function_call": {"name": "f"}}, A],
     "invalid Unicode (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
 }
 
@@ -110,9 +110,9 @@ def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
     refused = {
         (lines, False): f"a.jsonl line 1: no text under 'text'; {need}",
         (f"{tmp_path}/b.parquet", False): f"no column 'text' with text; nor another; {need}",
-        (f"{tmp_path}/c.parquet", True): "has no column 'messages' with conversations",
+        (f"{tmp_path}/c.parquet", True): "no conversation in the columns text; known are messages; ",
         ("stdlib", True): "stdlib is text; chat-stdlib is conversations made of it",
-        (str(tmp_path / "*.txt"), True): r"\*.txt: nothing found there; give `chat-stdlib`, .* a glob of .jsonl",
+        (str(tmp_path / "*.txt"), True): r"\*.txt: nothing found there; give `chat-stdlib`, .* a glob of .json, .jsonl",
         (str(Path(__file__).parent), True): "no file of conversations found there; left out: .* give `chat-stdlib`",
     }
     for (source, conversations), message in refused.items():

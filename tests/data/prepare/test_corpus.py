@@ -1,4 +1,5 @@
 import gzip
+import io
 import re
 import sysconfig
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from configs.schema import UserError
 from data.prepare.corpus import Corpus
-from data.prepare.listing import find_corpus
+from data.prepare.listing import find_corpus, hold_out
 from data.prepare.source_files import CHUNK_BYTES
 from data.record import hash_share
 from tests.data.preparations import jsonl, write_files
@@ -86,18 +87,7 @@ def test_a_table_gives_its_rows(tmp_path):
     pq.write_table(table, tmp_path / "e.parquet", row_group_size=1)
     corpus = find_corpus(str(tmp_path), text_column="body")
     assert texts(corpus) == {"e.parquet row 1": 'one, "two"\nlines', "e.parquet row 2": "naïve"}
-    with pytest.raises(UserError, match=r"e\.parquet has no column 'text' with text; give --text_column, one of: body"):
-        texts(find_corpus(str(tmp_path)))
-
-
-@pytest.mark.parametrize(("name", "encoding"), [("a.txt", "utf-16"), ("a.jsonl", "utf-16"), ("a.txt", "utf-16-le")])
-def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_with_its_name(tmp_path, name, encoding):
-    content = jsonl({"text": "words"}) if name == "a.jsonl" else "words"
-    (tmp_path / "b.txt").write_text("another")
-    (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
-    assert "words" in texts(find_corpus(str(tmp_path))).values()
-    (tmp_path / name).write_bytes(content.encode(encoding))
-    with pytest.raises(UserError, match=rf"{name}.*UTF-16, not UTF-8"):
+    with pytest.raises(UserError, match=r"e\.parquet has no column 'text' with text; .*--text_column .* another: body"):
         texts(find_corpus(str(tmp_path)))
 
 
@@ -125,6 +115,7 @@ def bad_files(folder: Path) -> str:
 
 BAD_LINES = {
     b'"caf\xe9"': "not UTF-8",
+    b'"a \0 byte"': "not JSON: a NUL is in it",
     b'"half \\ud83d of a smile"': "invalid Unicode (a lone surrogate)",
     b'"\xed\xa0\xbd"': "invalid Unicode (a lone surrogate)",
     b"[" * 100_000 + b"]" * 100_000: "not JSON",
@@ -149,7 +140,7 @@ def test_the_first_document_that_cannot_be_read_stops_or_all_are_skipped_each_wi
     corpus = find_corpus(bad_files(tmp_path), on_error="skip")
     assert problems(corpus) == BAD
     stopping = find_corpus(str(tmp_path))
-    for place in ("a.txt", "c.jsonl line 2", "d.jsonl line 1", "e.parquet row 2"):
+    for place in ("b.txt", "c.jsonl line 2", "d.jsonl line 1"):
         (file,) = (file for file in stopping.files if file.name == place.split()[0])
         with pytest.raises(UserError, match=rf"{re.escape(place)}: {BAD[place]};.*--on_error=skip"):
             list(stopping.documents(file))
@@ -195,3 +186,111 @@ def test_the_version_changes_with_the_files(tmp_path):
     write_files(tmp_path, {"c.txt": "three"})
     versions.append(find_corpus(source).version)
     assert versions[0] == versions[1] and len(set(versions)) == 3
+
+
+@pytest.mark.parametrize("suffix", [".TXT", ".Md", ".PY", ".JSONL", ".JSONL.GZ", ".Parquet", ".RST"])
+def test_extensions_have_no_case(tmp_path, suffix):
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": ["words"]}), table)
+    lines = jsonl({"text": "words"}).encode()
+    content = {".JSONL": lines, ".JSONL.GZ": gzip.compress(lines), ".Parquet": table.getvalue()}.get(suffix, b"words")
+    corpus = find_corpus(write_files(tmp_path, {f"a{suffix}": content}), text_extensions=".rST")
+    assert list(texts(corpus).values()) == ["words"]
+
+
+@pytest.mark.parametrize("mark", ["utf-8-sig", "utf-8"])
+def test_a_byte_order_mark_is_no_text_in_any_format(tmp_path, mark):
+    words = "\ufeffwords" if mark == "utf-8-sig" else "words"
+    pq.write_table(pa.table({"text": [words]}), tmp_path / "a.parquet")
+    write_files(tmp_path, {"b.jsonl": jsonl({"text": words}).encode(mark), "c.txt": words, "d.py": words})
+    assert list(texts(find_corpus(str(tmp_path))).values()) == ["words"] * 4
+    assert list(texts(find_corpus(f"{tmp_path}/c.txt")).values()) == ["words"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_refused_with_its_name(tmp_path, name, encoding):
+    content = jsonl({"text": "words"}) if name == "a.jsonl" else "words"
+    write_files(tmp_path, {name: content.encode(encoding), "b.txt": "another"})
+    with pytest.raises(UserError, match=rf"{name}.*: UTF-16, not UTF-8; convert it: iconv"):
+        texts(find_corpus(str(tmp_path)))
+
+
+def test_empty_documents_stop_nothing_and_are_counted(tmp_path):
+    pq.write_table(pa.table({"text": ["fine", None, ""]}), tmp_path / "e.parquet")
+    write_files(tmp_path, {"a.txt": "", "b.txt": "\ufeff", "c.jsonl": '{"text": ""}\n\n', "d.jsonl": ""})
+    corpus = find_corpus(str(tmp_path))
+    empty = ["a.txt", "b.txt", "c.jsonl line 1", "e.parquet row 2", "e.parquet row 3"]
+    assert problems(corpus) == dict.fromkeys(empty, "empty") and list(texts(corpus)) == ["e.parquet row 1"]
+
+
+def test_hidden_files_and_folders_are_left_out_and_counted(tmp_path):
+    files = dict.fromkeys(("a.txt", ".git/b.txt", "c/.venv/d.py", "c/._e.txt", "c/f.txt"), "words")
+    corpus = find_corpus(write_files(tmp_path, files))
+    assert names(corpus) == ["a.txt", "c/f.txt"] and "left out: 3 hidden (.git ...)" in corpus.left_out
+    assert names(find_corpus(f"{tmp_path}/.git")) == ["b.txt"]
+    assert names(find_corpus(f"{tmp_path}/**/.venv/*.py")) == ["c/.venv/d.py"]
+
+
+def test_patterns_exclude_paths_folders_and_files_and_each_is_counted(tmp_path):
+    files = ("a.txt", "a_test.txt", "x/testdata/b.txt", "x/testdata/y/c.txt", "x/d.txt", "x/vendor/e.txt")
+    source, exclude = write_files(tmp_path, dict.fromkeys(files, "words")), ("testdata", "*_test.*", "x/v*", "z")
+    corpus = find_corpus(source, exclude=exclude)
+    assert names(corpus) == ["a.txt", "x/d.txt"]
+    counts = ", ".join(f"{count} by --exclude={one}" for count, one in zip((2, 1, 1, 0), exclude))
+    assert f"left out: {counts}" in corpus.left_out
+    with pytest.raises(UserError, match=r"no file is left; left out: 6 by --exclude=\*"):
+        find_corpus(source, exclude=("*",))
+
+
+def test_several_sources_are_one_corpus_in_their_order(tmp_path):
+    write_files(tmp_path, {"ko/a.txt": "one", "ar/a.txt": "two", "ar/b.md": "no", "c.txt": "three"})
+    sources = [f"{tmp_path}/ko", f"{tmp_path}/ar/*.txt", f"{tmp_path}/c.txt"]
+    corpus = find_corpus(sources)
+    assert [document.text for file in corpus.files for document in corpus.documents(file)] == ["one", "two", "three"]
+    assert corpus.source == " ".join(sources) and len({file.url for file in corpus.files}) == 3
+    assert find_corpus(sources).version == corpus.version != find_corpus(sources[:2]).version
+    with pytest.raises(UserError, match=r"nowhere: nothing found there"):
+        find_corpus([*sources, "nowhere"])
+    for other in ("stdlib", "hf:owner/name"):
+        with pytest.raises(UserError, match="several sources are files, folders and globs on this machine"):
+            find_corpus([sources[0], other])
+
+
+@pytest.mark.parametrize(
+    ("files", "held_out", "tests"),
+    [
+        (("train-00000-of-00002.parquet", "validation-00000-of-00001-869c.parquet"), 1, 0),
+        (("data/train.jsonl", "data/val.jsonl.gz", "data/test.jsonl"), 1, 1),
+        (("train/a.jsonl", "test/b.jsonl", "dev/c.txt"), 1, 1),
+        (("wiki.train.raw.txt", "wiki.valid.raw.txt", "wiki.test.raw.txt"), 1, 1),
+        (("a.txt", "b.txt", "validation.txt"), 1, 0),
+        (("a.jsonl", "eval_3.jsonl"), 1, 0),
+        (("README.md", "test_cli_hint_suite.txt", "src/a.txt"), 0, 0),
+        (("cmd/test.py", "cmd/testdata/test/x.txt", "test/fixed/a.txt", "requirements/test.txt"), 0, 0),
+        (("requirements/base.txt", "requirements/dev.txt", "dev-guide.txt"), 0, 0),
+        (("test-00000.jsonl", "test-00001.jsonl"), 0, 0),
+    ],
+)
+def test_only_names_of_published_splits_hold_out_or_refuse(tmp_path, files, held_out, tests):
+    write_files(tmp_path, dict.fromkeys(files, "words"))
+    corpus = find_corpus(str(tmp_path))
+    if tests:
+        with pytest.raises(UserError, match=rf"{tests} file\(s\) of a test split, .*--exclude='") as error:
+            hold_out(corpus)
+        pattern = re.search("--exclude='(.*)'", str(error.value))
+        assert pattern
+        corpus = find_corpus(str(tmp_path), exclude=[pattern[1]])
+    assert sum(file.held_out for file in hold_out(corpus).files) == held_out
+
+
+def test_only_text_is_recommended_as_text(tmp_path):
+    binary = {f"a{one}": b"PK\x03\x04\xff\x00" for one in (".pptx", ".odp", ".docx")}
+    source = write_files(
+        tmp_path, {**binary, "b.tex": "é" * 5000, "c.json": "[]", "d.gz": gzip.compress(b"x"), "e": "x"}
+    )
+    with pytest.raises(UserError, match="no file of text found there") as error:
+        find_corpus(source)
+    advice = re.search(r"python -m data\.prepare --text_extensions=(\S+)\)", str(error.value))
+    assert advice and advice[1] == ".tex" and ".json: rename lines to .jsonl" in str(error.value)
+    assert names(find_corpus(source, text_extensions=advice[1])) == ["b.tex"]

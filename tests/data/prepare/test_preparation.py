@@ -105,6 +105,26 @@ def test_a_given_tokenizer_is_used_unchanged(settings, tmp_path):
     assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
+def test_a_tokenizer_of_another_language_is_called_one(tmp_path, capfd):
+    sources = []
+    for name, first in (("ko", 44032), ("ar", 1569)):
+        texts = {f"{i}.txt": "".join(chr(first + j * (j + i) % 90) for j in range(900)) for i in range(20)}
+        sources.append(write_files(tmp_path / name, texts))
+    korean, arabic = sources
+    prepare(Preparation(source=arabic, vocab_size=400), tmp_path / "arabic")
+    tokenizer = f"{tmp_path}/arabic/tokenizer"
+    for source, warned in ((arabic, False), (korean, True)):
+        prepare(Preparation(source=source, tokenizer=tokenizer), tmp_path / f"out{warned}")
+        said = capfd.readouterr().err
+        assert (f"--tokenizer={tokenizer} takes 1.0" in said) == warned == ("tokens for a byte of" in said)
+    prepare(Preparation(source=(korean, arabic), vocab_size=400, exclude=("*.md",)), tmp_path / "both")
+    both = facts_of(tmp_path / "both")
+    assert both["made_from"]["source"] == [korean, arabic] and both["made_from"]["exclude"] == ["*.md"]
+    prepare(Preparation(source=(korean, arabic), vocab_size=400, exclude=("*.md",)), tmp_path / "both")
+    prepare(Preparation(source=korean, tokenizer=f"{tmp_path}/both/tokenizer"), tmp_path / "korean")
+    assert "tokens for a byte of" not in capfd.readouterr().err
+
+
 def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, monkeypatch):
     prepare(settings, tmp_path / "out")
     before = digests(tmp_path / "out")
@@ -152,7 +172,7 @@ def test_a_too_large_vocabulary_names_a_valid_size_and_claims_no_folder(tmp_path
     settings = Preparation(source=write_files(tmp_path / "text", files | {"notes.rst": "words"}), val_fraction=0.3)
     with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text; left out: 1 \.rst") as error:
         prepare(settings, tmp_path / "out")
-    size = re.search(r"use vocab_size=(\d+)", str(error.value))
+    size = re.search(r"use --vocab_size=(\d+) \(of train.py: --model.vocab_size=\1\) or less", str(error.value))
     assert size
     prepare(replace(settings, vocab_size=int(size[1])), tmp_path / "out")
     assert load_tokenizer(tmp_path / "out" / "tokenizer").vocab_size == int(size[1])
@@ -166,7 +186,7 @@ def test_skipped_documents_are_reported_and_counted_even_at_the_end(settings, tm
     prepare(replace(settings, on_error="skip"), tmp_path / "out")
     assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
     output = capfd.readouterr()
-    assert "5 document(s) are left out" in output.err and "3 not UTF-8" in output.err and not output.out
+    assert "left out, of 25 document(s): 3 not UTF-8 (12%), " in output.err and not output.out
 
 
 def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_change_nothing(settings, tmp_path):

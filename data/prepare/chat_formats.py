@@ -1,0 +1,102 @@
+"""Conversations in the columns, or keys, of published sets, as lists of messages."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from typing import Any
+
+from data.conversation import Message
+
+Row = dict[str, Any]
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def of_question(question: object, answer: object) -> list[Message]:
+    """Return a question and its answer."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def of_instruction(row: Row) -> list[Message]:
+    """Return an instruction, followed by its input or context if there is one, and the output or response."""
+    given = [row["instruction"], row.get("input") or row.get("context") or ""]
+    return of_question("\n\n".join(filter(None, given)), row["output"] if "output" in row else row["response"])
+
+
+def as_messages(turns: list) -> list:
+    """Return the turns, with `role` and `content` for ShareGPT's `from` and `value`."""
+    return [
+        {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        if isinstance(turn, dict) and "role" not in turn and isinstance(turn.get("from"), str)
+        else turn
+        for turn in turns
+    ]
+
+
+def of_completion(row: Row) -> list[Message]:
+    """Return a prompt and its completion: texts, or lists of messages."""
+    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+        return [*row["prompt"], *row["completion"]]
+    return of_question(row["prompt"], row["completion"])
+
+
+def of_mmlu(row: Row) -> list[Message]:
+    """Return a question, and the letter of its answer."""
+    letter = dict(enumerate("ABCD"))[row["answer"]]
+    return [multiple_choice(row["question"], "ABCD", row["choices"]), {"role": "assistant", "content": letter}]
+
+
+def multiple_choice(question: str, letters: Sequence[str], choices: Sequence[str]) -> Message:
+    """Return a question with its choices before their letters: nanochat's `render_mc`."""
+    lines = "".join(f"- {choice}={letter}\n" for letter, choice in zip(letters, choices, strict=True))
+    content = f"Multiple Choice question: {question}\n{lines}\nRespond only with the letter of the correct answer."
+    return {"role": "user", "content": content}
+
+
+def of_gsm8k(row: Row) -> list[Message]:
+    """Return a problem, and its solution. <<EXPRESSION=RESULT>> becomes a call of Python and its output, as in
+    nanochat's `GSM8K.get_example`."""
+    parts = []
+    for number, text in enumerate(re.split("<<([^>]+)>>", row["answer"])):
+        if number % 2:
+            expression, equals, result = text.rpartition("=")
+            parts.append({"type": "python", "text": expression if equals else text})
+            parts.append({"type": "python_output", "text": result if equals else ""})
+        else:
+            parts.append({"type": "text", "text": text})
+    return of_question(row["question"], parts)
+
+
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Row], list[Message]]]] = {
+    "ShareGPT": (("conversations",), itemgetter("conversations")),
+    "Alpaca": (("instruction", "output"), of_instruction),
+    "Dolly": (("instruction", "response"), of_instruction),
+    "prompts and completions": (("prompt", "completion"), of_completion),
+    "MMLU": (("question", "choices", "answer"), of_mmlu),
+    "GSM8K": (("question", "answer"), of_gsm8k),
+}
+"""Each format's columns, and the function that makes a row's messages. The first that fits is taken."""
+ALSO = ("input", "context")  # columns that a row may have besides
+
+
+def format_of(columns: Collection[str]) -> str:
+    """Return the name of the format with these columns; "" if there is none."""
+    return next((name for name, (needed, _) in FORMATS.items() if set(needed) <= set(columns)), "")
+
+
+def messages_in(row: Row) -> list[Message]:
+    """Return the messages of a row of one of the formats. Raise ValueError if it is of none, or has other values."""
+    name = format_of(row)
+    if not name:
+        raise ValueError(unknown(row))
+    needed, convert = FORMATS[name]
+    try:
+        return convert(row)
+    except (TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"{', '.join(needed)} are not as in {name}") from error
+
+
+def unknown(columns: Collection[str]) -> str:
+    """Return a text on columns that are no conversation."""
+    known = "; ".join(", ".join(needed) for needed, _ in FORMATS.values())
+    found = ", ".join(columns) or "none"
+    return f"no conversation in the columns {found}; known are messages; {known}; --text_column names another"
