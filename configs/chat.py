@@ -28,7 +28,7 @@ from configs.schema import (
     options,
     with_options,
 )
-from interchange.base import base_of_chat, begun_run
+from interchange.base import base_of_chat, resumed_run
 
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
@@ -65,8 +65,10 @@ def derive(config: Config, given: set[str]) -> Config:
     try:
         base = base_of_chat(config)
     except UserError:
-        if begun := begun_run(config):  # its own record is enough
-            return with_options(config, taken(begun, (*OF_BASE, *OF_A_RUN, "init_optimizer", "data.tokenizer"), given))
+        if resumed := resumed_run(config):  # its own record is enough
+            return with_options(
+                config, taken(resumed, (*OF_BASE, *OF_A_RUN, "init_optimizer", "data.tokenizer"), given)
+            )
         raise
     config = with_options(config, {"data.tokenizer": base.tokenizer})
     return following(config, base.config, base.is_run, given)

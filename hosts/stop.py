@@ -27,6 +27,7 @@ from hosts.distributed import max_over_processes
 
 AWAY = 10  # seconds without an answer from a store: more than single errors cost
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
+PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet
 FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
 
 
@@ -36,6 +37,9 @@ class Stop:
     Enter it before `start_jax`. Signals end the command at once, by an exception, except during training
     (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
     Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
+
+    Python calls a signal's handler after the compilation or the step under way, which may take minutes. So a thread
+    answers first.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,24 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             del handlers[signal.SIGHUP]
         self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        arrived, self.arriving = os.pipe()
+        os.set_blocking(self.arriving, False)
+        self.wakeup_before = signal.set_wakeup_fd(self.arriving)
+        threading.Thread(target=self._answer, args=(arrived,), daemon=True).start()
         return self
+
+    def _answer(self, arrived: int) -> None:
+        """Say what a signal waits for. Before training, end the process if its handler does not: nothing is lost."""
+        while number := os.read(arrived, 1):
+            name = signal.Signals(number[0]).name
+            if self.training:
+                os.write(2, f"{name}: the run stops after the step, evaluation or save under way\n".encode())
+                continue
+            time.sleep(PATIENCE)
+            if not (self.code or self.training):
+                os.write(2, f"{name}: ended before the first step; nothing is lost\n".encode())
+                os._exit(Exit.INTERRUPTED if number[0] == signal.SIGINT else Exit.PREEMPTED)
+        os.close(arrived)
 
     def _interrupt(self, *_: object) -> None:
         again, self.code = self.code == Exit.INTERRUPTED, Exit.INTERRUPTED
@@ -103,6 +124,8 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.wakeup_before)
+        os.close(self.arriving)
 
 
 class Watchdog:

@@ -44,17 +44,17 @@ def base_of_chat(config: Config) -> Base:
     return Base(base, str(home), is_run(folder))
 
 
-def begun_run(config: Config) -> Config | None:
+def resumed_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
     if not with_retries(config.run_dir, lambda: finished_steps(config.run_dir)):
         return None
-    begun = record_of(config.run_dir)[1]
-    if begun.init_from != config.init_from:
+    resumed = record_of(config.run_dir)[1]
+    if resumed.init_from != config.init_from:
         return None
     return with_options(
-        begun, {"data.tokenizer": str(kept(load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")))}
+        resumed, {"data.tokenizer": str(kept(load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")))}
     )
 
 

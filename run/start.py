@@ -54,8 +54,8 @@ def open_training(config: Config) -> tuple[Build, Text]:
     if the text, the prompts, or the network in `init_from` do not fit the run."""
     built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    begun = partial(with_retries, config.run_dir, lambda: finished_steps(config.run_dir))
-    starts_from = config.init_from and not on_first_process(begun)
+    steps_here = partial(with_retries, config.run_dir, lambda: finished_steps(config.run_dir))
+    starts_from = config.init_from and not on_first_process(steps_here)
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
         if config.init_optimizer:

@@ -10,7 +10,7 @@ from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import SPLIT, convert_tiktoken
-from interchange.base import begun_run
+from interchange.base import resumed_run
 from interchange.folders import write_safetensors
 from run.folder import write_record
 from tests.helpers import tiny_config
@@ -84,4 +84,4 @@ def test_without_a_network_it_says_what_is_missing(words, says):
 def test_an_error_of_the_disk_that_passes_is_retried(monkeypatch):
     looks = Mock(side_effect=[OSError(errno.EIO, "Input/output error"), []])
     monkeypatch.setattr("interchange.base.finished_steps", looks)
-    assert begun_run(BASE) is None and looks.call_count == 2
+    assert resumed_run(BASE) is None and looks.call_count == 2

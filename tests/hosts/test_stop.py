@@ -157,6 +157,11 @@ with Stop() as stop, stop.deferred_signals():
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
+COMPILING = """
+with Stop():
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes outside Python, as a compilation
+"""
 HANG = """
 def something_that_never_answers(): time.sleep(60)
 threading.Thread(target=something_that_never_answers, daemon=True).start()
@@ -170,10 +175,13 @@ with Watchdog(HangConfig(seconds=1)) as dog:
     ("script", "code", "says"),
     [
         (INTERRUPTED_TWICE, 130, ["steps after the newest checkpoint are lost"]),
+        (COMPILING, 143, ["SIGTERM: ended before the first step"]),
         (HANG, 42, ["no step after 1 has ended", "something_that_never_answers"]),  # in a thread's stack
     ],
 )
-def test_a_second_ctrl_c_and_a_hang_end_the_process_at_once(script, code, says):
-    imports = "import os, signal, threading, time\nfrom configs.schema import HangConfig\nfrom hosts.stop import *\n"
+def test_a_second_ctrl_c_a_signal_before_training_and_a_hang_end_the_process(script, code, says):
+    imports = (
+        "import hashlib, os, signal, threading, time\nfrom configs.schema import HangConfig\nfrom hosts.stop import *\n"
+    )
     ended = subprocess.run([sys.executable, "-c", imports + script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == code and all(text in ended.stderr for text in says)
