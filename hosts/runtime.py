@@ -171,11 +171,13 @@ def describe_processes(mesh: Mesh) -> str:
     groups = device_groups(list(mesh.devices.flat))
     between = axes_between(mesh)
     axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in sizes_of(mesh).items())
-    device, here = mesh.devices.flat[0], len(mesh.local_devices)
-    return (
-        f"process {jax.process_index()} of {jax.process_count()}; {here} of {mesh.size} {device.device_kind} device(s) "
-        f"here, in {len(groups)} slice(s) or node(s); mesh: {axes}"
-    )
+    devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' * (mesh.size > 1)}"
+    if len(groups) > 1:
+        devices += f" in {len(groups)} slices or nodes"
+    if jax.process_count() > 1:
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        devices = f"{process}, with {len(mesh.local_devices)} of {devices}"
+    return f"{devices}; mesh: {axes}"
 
 
 def versions() -> dict[str, str]:

@@ -89,9 +89,9 @@ def described(kernel: Kernel, length: int, head_dim: int) -> str:
     return {
         "splash": f"splash attention, in blocks of {splash_block(length)} positions",
         "cudnn": "cuDNN's",
-        "blocks": "products of some queries at a time, in linear memory: the platform's kernel does not take this "
-        f"type, document mask, rows of {length} tokens or heads of {head_dim}",
-        "plain": "products of some queries at a time",
+        "blocks": "plain JAX in linear memory; the platform's kernel does not support this type, document mask, rows "
+        f"of {length} tokens or heads of {head_dim}",
+        "plain": "plain JAX, in blocks of queries",
     }[kernel]
 
 

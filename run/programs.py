@@ -55,5 +55,5 @@ def describe_attention(built: Build) -> str:
     device, documents = built.mesh.devices.flat[0], config.data.mask_documents
     kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
     windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
-    suffix = f"; windows of the blocks: {windows}" * ("S" in windows)
+    suffix = f"; window of each block: {windows} (S short, L long)" * ("S" in windows)
     return f"attention: {described(kernel, length, head_dim)}{suffix}"

@@ -128,7 +128,7 @@ def test_two_processes_stopped_and_continued_end_as_one_device(folder, one_devic
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
     outputs = finish(start(folder, "--run_dir=two", fsdp), 0)
-    first = "process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
+    first = "process 0 of 2, with 2 of 4 cpu devices; mesh: "
     assert first + "data 2, fsdp 2, tensor 1\n" in outputs[0] and "seconds: start " in outputs[0]
     assert "continuing after step" in outputs[0]
     assert "bits per byte" in outputs[0] and "bits per byte" not in outputs[1]

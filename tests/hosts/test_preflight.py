@@ -132,7 +132,7 @@ def test_the_doctor_names_the_host_that_differs(folder, tmp_path):  # noqa: F811
     first, second = finish(start(words, words, folders=[folder, tmp_path / "other"], devices=[4]), 2)
     assert f"process 1 ({platform.node()}) has jax 0.1, the others" in first
     assert ": does not see runs/tiny of process 0" in first and "Traceback" not in first + second
-    assert "process 0 of 2; 4 of 8 cpu device(s) here" in first.splitlines()[0]
+    assert "process 0 of 2, with 4 of 8 cpu devices; mesh: " in first.splitlines()[0]
     assert not [*(folder / "runs" / "tiny").iterdir()]  # a user's empty folder stays, and empty
 
 
