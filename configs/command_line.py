@@ -135,7 +135,7 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
     """Return the words as a `kind`. tyro's messages name `program`, by default the command as typed."""
     if {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
-    spec = sys.modules["__main__"].__spec__
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb and notebooks have none
     name = spec.name.removesuffix(".__main__") if spec else ""
     program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
     return tyro.cli(kind, prog=program, description=description, args=words, use_underscores=True)

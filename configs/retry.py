@@ -71,6 +71,8 @@ def _is_transient(error: BaseException) -> bool:
         error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
     ):
         return False
+    if type(error).__name__ == "OfflineModeIsEnabled":  # HF_HUB_OFFLINE=1; a ConnectionError of the hub's client
+        return False
     if isinstance(error, OSError):
         # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
         return error.errno not in LASTING and (error.errno is not None or type(error) is not OSError)

@@ -133,6 +133,8 @@ class MetricsLog:
         if "diagnostics" in values:
             measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
             self.write(step, {"diagnostics": measured})
+        if not values["valid_tokens"]:
+            values["loss"] = math.nan  # 0 / 0: the step has no loss
         self._count_skipped(step, values)
         self._report_spike(step, values["loss"])
         if step % self.config.log.every_steps == 0 or step == self.config.steps:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,12 @@ def test_overrides_change_single_options(before, after):
         "run_dir": "runs/small",
         "model.short_window": 128,
     }
+
+
+def test_a_program_without_a_spec_may_parse(monkeypatch):
+    """pdb runs train.py in such a module, and a notebook its second %run."""
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())
+    assert parse("", argv=[f"--config={SMALL}", "--steps=7"])[0].steps == 7
 
 
 def test_a_switch_takes_true_and_false_and_a_command_has_options_of_its_own(monkeypatch):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from gcsfs.retry import HttpError
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 import configs.retry
 from configs.retry import StorageLost, is_transient, with_retries
@@ -45,6 +46,7 @@ def answered(**facts: object) -> Exception:
             for status, may_pass in [(403, False), (500, True)]
         ),
         (ConnectionResetError(), True),
+        (OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), False),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),
         (OSError("not a file of this format"), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),

@@ -1,11 +1,30 @@
 """Test launch/train.sbatch on SLURM itself: this machine acts as three nodes."""
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.launch.real_slurm import real
 from tests.launch.stand_in import StandIn, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("array", "requeued"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}, "6_3")],
+)
+def test_only_the_task_of_an_array_that_was_preempted_is_requeued(tmp_path, array, requeued):
+    for name, script in (("srun", "exit 143"), ("scontrol", f'echo "$@" >> {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", **array}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ended = subprocess.run(["bash", "launch/train.sbatch"], cwd=ROOT, env={**job, "PATH": path})
+    assert ended.returncode == 143
+    assert (tmp_path / "asked").read_text().splitlines() == ["show hostnames n1", f"requeue {requeued}"]
 
 
 @pytest.mark.slow

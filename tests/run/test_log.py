@@ -49,8 +49,9 @@ def make(tmp_path, messages):
             log.__exit__()
 
 
-def metrics(loss: float, skipped: int = 0, norm: float = 1.0) -> Any:
-    return {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": 0.5, "matrices": norm}}
+def metrics(loss: float, skipped: int = 0, norm: float = 1.0, tokens: int = TOKENS) -> Any:
+    norms = {"embed": 0.5, "matrices": norm}
+    return {"loss": loss, "skipped_steps": skipped, "grad_norms": norms, "valid_tokens": tokens}
 
 
 def feed(log: MetricsLog, losses: list[float], first: int = 1) -> None:
@@ -77,6 +78,13 @@ def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make
         ["step 2/40", "loss 2.0000"],
         ["step 4/40", "loss 1.2500"],
     ]
+
+
+def test_a_step_without_a_valid_token_has_no_loss(make, tmp_path, messages):
+    log = make(log=LogConfig(1))
+    log.step(1, metrics(0.0, skipped=1, tokens=0))
+    log.read()
+    assert read_metrics(tmp_path)[0]["loss"] is None and "it has no valid token" in messages[0]
 
 
 def test_the_peak_of_bfloat16_measures_no_other_type():
