@@ -15,11 +15,12 @@ from jaxtyping import Int
 
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
+from data.mixture import join_source, split_source
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
 from evaluation.texts import read_sources
 from hosts.runtime import cache_dir, run_command, start_jax
-from interchange.folders import write_hf, write_safetensors
+from interchange.folders import beyond_hf, write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
@@ -33,17 +34,23 @@ LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-text = tokenizer("Once upon a time", return_tensors="pt")  # with the token that starts a document
+tokenizer = AutoTokenizer.from_pretrained(FOLDER{trust})
+text = tokenizer({prompt!r}, return_tensors="pt")  # with the token that starts a document
 print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))
 ```"""
 CHAT = """```python
 from transformers import pipeline
 
 chat = pipeline("text-generation", model=FOLDER{trust})
-messages = [{{"role": "user", "content": "What does sorted() do?"}}]
+messages = [{{"role": "user", "content": {prompt!r}}}]
 print(chat(messages, max_new_tokens=200)[0]["generated_text"][-1]["content"])
-```"""
+```
+
+The template writes the token that starts a document; the tokenizer writes it before every other text. Encode a
+conversation that the template rendered with `add_special_tokens=False`, or it starts with two of them.
+
+The mask of `return_assistant_tokens_mask=True` is empty with this template. For training, `chat_template="training"`
+gives the same tokens and the mask of what the assistant wrote."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +109,60 @@ def main() -> int:
     return 0
 
 
-def model_card(
-    config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool, chat: bool
-) -> str:
-    """Return the model card of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
-    `chat`: it was trained on conversations. `license`: Hugging Face's name; empty: not stated."""
+def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, license: str, chat: bool) -> str:
+    """Return the model card of a network after `step` steps on `tokens` tokens. `chat`: it was trained on
+    conversations. `license`: Hugging Face's name; empty: not stated."""
     model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
     bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
-    trust = ", trust_remote_code=True" if remote else ""
     rows = {
         "parameters": f"{parameters:,} ({model.depth} blocks of width {model.width}, {model.vocab_size:,} tokens)",
         "row": f"{config.batch.sequence_length:,} tokens",
-        "training text": config.data.source,
+        "training text": text_name(config.data.source),
         "trained on": f"{tokens:,} tokens, {step:,} steps",
         "bits per byte": bits,
         "license": license or "not stated: ask whoever trained it, and see the training text's",
     }
     header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n"
-    table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
     if chat:
         about, load = "answers the user of a conversation. It was fine-tuned on conversations.", CHAT
     else:
         about, load = "continues text. It was pretrained and follows no instructions.", LOAD
-    return f"{header}\n# {config.name}\n\nA language model that {about}\n\n{table}\n\n{load.format(trust=trust)}\n"
+    question = "What does sorted() do?" if config.data.source == "chat-stdlib" else "Hello!"
+    prompt = next(filter(None, config.eval.prompts), question if chat else "")
+    code = load.format(prompt=prompt, trust=", trust_remote_code=True" if beyond_hf(model) else "")
+    tried = f"Other programs; those with a version were tried:\n\n{table(programs(model, chat))}"
+    return f"{header}\n# {config.name}\n\nA language model that {about}\n\n{table(rows)}\n\n{code}\n\n{tried}\n"
+
+
+def table(rows: dict[str, str]) -> str:
+    """Return a table in Markdown of names and what is known of them."""
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def text_name(source: str) -> str:
+    """Return `data.source` for readers elsewhere: of a path on this machine, only the last name."""
+    short = lambda name: name if "://" in name else Path(name).name or "a folder"
+    stages = split_source(source)
+    return join_source([(start, [(share, short(name)) for share, name in parts]) for start, parts in stages])
+
+
+def programs(model: ModelConfig, chat: bool) -> dict[str, str]:
+    """Return what other programs do with a network. tests/interchange and tests/evaluation try those with a version."""
+    lacking = ", ".join(beyond_hf(model))
+    works = "loads it and gives the same greedy answers" if chat else "loads it and continues text"
+    rows = {
+        "transformers 5.23.0 and 5.0.0": works,
+        "transformers 4.57.6": works if lacking else "does not load it: NanoChatForCausalLM came with version 5",
+        "lm-evaluation-harness 0.4.13": "gives it the same scores, with its model `hf`",
+    }
+    if chat:
+        rows["Jinja 3.1.6, alone"] = "renders chat_template.jinja"
+    if lacking:
+        return rows | {"vLLM, llama.cpp, mlx-lm": f"cannot run it: they lack {lacking}"}
+    return rows | {
+        "vLLM": "was not tried; its transformers backend needs transformers 5, and what it reads is there",
+        "llama.cpp, mlx-lm": "cannot load it: the first lacks the architecture, the second has other names of arrays",
+    }
 
 
 def require_transformers() -> None:

@@ -5,6 +5,7 @@ of our own, interchange/modeling_tokensum.py (`trust_remote_code`). Plain safete
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Set
 from dataclasses import fields
@@ -18,6 +19,7 @@ from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from interchange.formats import MODELING, Arrays, function_options, hf_config, hf_name, own_config, own_name, turned
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+TRAINING_TEMPLATE = "additional_chat_templates/training.jinja"  # transformers: chat_template="training"
 IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
 """The options that `hf_config` expresses."""
 REMOTE = {"qk_scale", "window_pattern", "value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"}
@@ -45,12 +47,12 @@ def write_hf(
     config: Config,
     tokenizer: TextTokenizer,
     dtype: str = "float32",
-    card: Callable[[bool, bool], str] | None = None,
+    card: Callable[[bool], str] | None = None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`. `card` takes whether it does, and whether it was trained on conversations, and
-    returns README.md. Raise UserError if that code lacks an option, too."""
+    and needs `trust_remote_code=True`. `card` takes whether the network was trained on conversations, and returns
+    README.md. Raise UserError if that code lacks an option, too."""
     if unknown := beyond_hf(config.model, IN_HF | REMOTE):
         raise UserError(
             f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "
@@ -70,13 +72,18 @@ def write_hf(
         "tokenizer_config.json": {
             **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": bos},
             **{"model_max_length": config.batch.sequence_length, "clean_up_tokenization_spaces": False},
-            **({"extra_special_tokens": [*CHAT_TOKENS]} if chat else {}),
+            "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+            # transformers 4 wants a dict as extra_special_tokens; both versions read this list.
+            **({"additional_special_tokens": [*CHAT_TOKENS]} if chat else {}),
         },
     }
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
     files |= {"tokenizer.json": tokenizer.json_with_bos} | ({MODELING.name: MODELING.read_text()} if own else {})
-    files |= {CHAT_TEMPLATE.name: CHAT_TEMPLATE.read_text()} if chat else {}
-    files |= {"README.md": card(own, chat)} if card else {}
+    if chat:
+        template = CHAT_TEMPLATE.read_text()
+        tagged = re.sub(r"{#-( (?:end)?generation )-#}", r"{%-\1-%}", template)
+        files |= {CHAT_TEMPLATE.name: template, TRAINING_TEMPLATE: tagged}
+    files |= {"README.md": card(chat)} if card else {}
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards
@@ -98,6 +105,7 @@ def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> 
         shutil.rmtree(partial, ignore_errors=True)  # from an export that was killed
         partial.mkdir(parents=True)
         for name, content in files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_text(content)
         _write_shards(partial, shards)
         partial.rename(out)

@@ -136,6 +136,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     _input_embed_layer = "embed"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_attention_backend = False  # vLLM refuses: its call has no place for the token before, which smear reads
     supports_gradient_checkpointing = True
 
     def __init__(self, config: TokensumConfig):

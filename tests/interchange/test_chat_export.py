@@ -1,9 +1,13 @@
-"""Test that a network trained on conversations works in transformers: the template gives our tokens, the pipeline our
-answer. Needs `make setup EXTRA=interop`."""
+"""Test that a network trained on conversations works in transformers: the template gives our tokens, and the model card
+has code that gives our answers. Needs `make setup EXTRA=interop`."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+jinja2 = pytest.importorskip("jinja2")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from configs.schema import BatchConfig, MeshConfig
+from configs.schema import BatchConfig, Config, DataConfig, EvalConfig, MeshConfig
 from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
@@ -22,14 +27,17 @@ from data.prepare.selection import train_tokenizer
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
+from export import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
-from tests.helpers import arrays_of
+from tests.helpers import TINY, arrays_of
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
 
 LENGTH = 64
+PYTHONS = [sys.executable, *filter(None, os.environ.get("TRANSFORMERS_PYTHONS", "").split(os.pathsep))]
+"""Pythons with torch and some version of transformers."""
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)
 GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
@@ -42,7 +50,7 @@ def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "
     config = replace(config, data=replace(config.data, packing=packing))
     head = params["lm_head"]
     head["kernel"] = head["kernel"].at[:, tokenizer.special_tokens["<|assistant_end|>"]].mul(2)  # some answers end
-    write_hf(folder, [arrays_of(params)], config, tokenizer)
+    write_hf(folder, [arrays_of(params)], config, tokenizer, card=partial(model_card, config, 8, 4096, None, ""))
     return config, params, folder
 
 
@@ -66,13 +74,19 @@ def conversations(special: bool) -> list[list[dict]]:
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, GROWN], ids=["reserved", "added"])
 def test_the_template_gives_our_tokens_and_mask(tokenizer, tmp_path):
-    theirs = transformers.AutoTokenizer.from_pretrained(written(tmp_path / "out", tokenizer)[2])
+    folder = written(tmp_path / "out", tokenizer)[2]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    jinja = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text())  # knows no tag of theirs
     for messages in conversations(special=False):
         for ask in (False, True):
             ours = render(tokenizer, messages_of(messages), ask)
-            got = theirs.apply_chat_template(messages, add_generation_prompt=ask, return_assistant_tokens_mask=True)
+            options = {"add_generation_prompt": ask, "return_assistant_tokens_mask": True}
+            got = theirs.apply_chat_template(messages, chat_template="training", **options)
             assert got["input_ids"] == ours, messages
             assert got["assistant_masks"] == learned(np.array(ours), tokenizer.special_tokens).astype(int).tolist()
+            assert theirs.apply_chat_template(messages, **options)["input_ids"] == ours
+            text = jinja.render(messages=messages, add_generation_prompt=ask, bos_token=theirs.bos_token)
+            assert theirs(text, add_special_tokens=False).input_ids == ours
 
 
 def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat):
@@ -86,20 +100,26 @@ def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat
 
 
 @pytest.mark.medium
-def test_the_pipeline_gives_our_greedy_answer(chat):
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(python, chat):
     config, params, folder = chat
-    pipeline = transformers.pipeline("text-generation", model=str(folder), trust_remote_code=True)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    engine, ended = Engine(Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), mesh)), 0
-    for question in ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]:
-        messages = [{"role": "system", "content": "be"}, {"role": "user", "content": question}]
-        prompt = render(TOKENIZER, messages_of(messages), ask=True)
-        ((_, answer),) = engine.answers([(prompt, Sampling(temperature=0.0), LENGTH)])
-        ended += answer.finished == "stop"
-        text = TOKENIZER.decode(answer.tokens)
-        got = pipeline(messages, do_sample=False, max_new_tokens=LENGTH - len(prompt))[0]["generated_text"]
-        assert got == [*messages, {"role": "assistant", "content": text}]
-    assert 0 < ended < 8
+    questions = ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]
+    asked = [[{"role": "system", "content": "be"}, {"role": "user", "content": text}] for text in questions]
+    command = [python, Path(__file__).with_name("run_card.py"), folder, json.dumps(asked)]
+    environment = os.environ | {"HF_MODULES_CACHE": f"{folder}.modules"}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    card = (folder / "README.md").read_text()
+    if "does not recognize this architecture" in done.stderr:
+        assert python != sys.executable and not beyond_hf(config.model) and "4.57.6 | does not load it" in card
+        return
+    assert done.returncode == 0 and "custom code" not in done.stdout, done.stderr
+    got = json.loads(done.stdout.splitlines()[-1])
+    prompts = [render(TOKENIZER, messages_of(messages), ask=True) for messages in asked]
+    network = Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), make_mesh(MeshConfig(), jax.devices()[:1]))
+    ours = [a for _, a in Engine(network).answers([(prompt, Sampling(temperature=0.0), 20) for prompt in prompts])]
+    assert [answer["content"] for answer in got["answers"]] == [TOKENIZER.decode(answer.tokens) for answer in ours]
+    assert {answer.finished for answer in ours} == {"stop", "length"}
+    assert got["tokens"] == [prompts[0]] * 2 and got["version"] in card
 
 
 def test_more_tokens_find_room_in_every_table(chat):
@@ -114,8 +134,22 @@ def test_more_tokens_find_room_in_every_table(chat):
     assert theirs(torch.full((1, 3), size - 1)).logits.shape[-1] == size
 
 
-def test_a_network_without_conversations_has_no_template_and_ends_with_its_document(tmp_path):
-    folder = written(tmp_path / "out", packing="stream")[2]
+def test_the_card_has_a_prompt_of_the_run_and_no_path_of_its_machine():
+    mixture, named = "0.7:~/web,0.3:gs://b/code;from=8e9,../good", "0.7:web,0.3:gs://b/code;from=8e9,good"
+    for source, name in {"/home/me/web/": "web", ".": "a folder", "chat-stdlib": "chat-stdlib", mixture: named}.items():
+        config = Config("one", model=TINY, data=DataConfig(source), eval=EvalConfig(prompts=("", source)))
+        card = model_card(config, 8, 4096, None, "", True)
+        assert f"| training text | {name} |" in card and f'"content": {source!r}}}' in card
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_tokenizer_is_written_for_transformers_4_too(chat, tmp_path):
+    """Version 4 fails on a list of extra_special_tokens. Its default adds token_type_ids, which generate() refuses."""
+    folder = written(tmp_path / "out", packing="whole" if chat else "stream")[2]
+    facts, ends = (json.loads((folder / f"{name}_config.json").read_text()) for name in ("tokenizer", "generation"))
+    assert facts["model_input_names"] == ["input_ids", "attention_mask"] and "extra_special_tokens" not in facts
+    assert facts.get("additional_special_tokens", []) == [*CHAT_TOKENS] * chat
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert theirs.chat_template is None and theirs.eos_token_id == TOKENIZER.bos
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == TOKENIZER.bos
+    assert set(theirs.all_special_tokens) == {"<|bos|>", *[*CHAT_TOKENS] * chat}
+    assert (theirs.chat_template is not None) == chat and (theirs.eos_token_id == TOKENIZER.bos) != chat
+    assert chat or ends["eos_token_id"] == TOKENIZER.bos

@@ -6,6 +6,7 @@ Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 
 import json
 import os
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -174,18 +175,12 @@ def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(name, 
         before = torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "trainer"),
-            max_steps=1,
             per_device_train_batch_size=width,
             gradient_accumulation_steps=8 // width,
-            optim="sgd",
-            learning_rate=1.0,
-            lr_scheduler_type="constant",
+            gradient_checkpointing=width == 1,  # changes nothing
             max_grad_norm=0,  # no clip, which would hide a factor
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
+            **{"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "use_cpu": True},
+            **{"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True},
         )
         loss = transformers.Trainer(model=network, args=arguments, train_dataset=examples).train().training_loss
         return loss, before - torch.nn.utils.parameters_to_vector(network.parameters()).detach()
@@ -241,16 +236,20 @@ def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos(tmp_p
     assert load_tokenizer(tmp_path) == other
 
 
-def test_gradient_checkpointing_changes_no_gradient(everything):
-    gradients = []
-    for checkpointing in (False, True):
-        theirs = loaded(everything[2]).train()
-        if checkpointing:
-            theirs.gradient_checkpointing_enable()
-            assert theirs.is_gradient_checkpointing
-        theirs(torch.tensor(TOKENS), labels=torch.tensor(TOKENS, dtype=torch.long)).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in theirs.named_parameters()})
-    torch.testing.assert_close(*gradients)
+def test_vllm_s_transformers_backend_takes_a_plain_network_and_refuses_others(tmp_path, everything):
+    """It runs what AutoModel makes of config.json with its own attention, and caps the logits as config.json says."""
+    whole = loaded(written(tmp_path / "out", SIZES["other sizes and constants"])[2])
+    assert type(whole).is_backend_compatible() and whole.base_model_prefix == "model"
+    assert type(transformers.AutoModel.from_config(whole.config)) is type(whole.model)
+    attention = [module for module in whole.modules() if hasattr(module, "layer_idx")]
+    assert [(module.layer_idx, module.is_causal) for module in attention] == [(0, True), (1, True), (2, True)]
+    seen = []
+    transformers.AttentionInterface.register("seen", lambda _, q, *__, **options: (seen.append(options), (q, None))[1])
+    whole.config._attn_implementation = "seen"
+    whole.model(torch.tensor(TOKENS), use_cache=False, attention_instances="theirs")
+    assert [options["attention_instances"] for options in seen] == ["theirs"] * 3
+    assert whole.config.final_logit_softcapping == 9.0
+    assert not type(loaded(everything[2])).is_backend_compatible()
 
 
 def umask() -> int:
@@ -275,10 +274,13 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     assert "logits of 64 tokens" in capsys.readouterr().out and len(list(Path("hf").glob("*.safetensors"))) > 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in Path("hf").iterdir()} == {0o666 & ~umask()}
     card, bits = Path("hf/README.md").read_text(), read_metrics("first")[-1]["val_bpb"]
-    for fact in ("license: mit", "trust_remote_code=True", "4,096 tokens, 8 steps", "text |", f"{bits:.4f}"):
+    facts = ["license: mit", "trust_remote_code=True", "4,096 tokens, 8 steps", "text | text |", f"{bits:.4f}"]
+    for fact in [*facts, "tokenizer('the ', return"]:
         assert fact in card, fact
-    tokens = torch.tensor([[load_tokenizer("hf").bos, 5, 6]])
-    assert loaded("hf").generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, 8)
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", questions.append)  # "Do you wish to run the custom code?"
+    exec(re.findall(r"(?s)```python\n(.*?)```", card)[0], {"FOLDER": "hf"})
+    assert capsys.readouterr().out.startswith("<|bos|>the ") and not questions
 
     assert run("train", monkeypatch, *options, "--run_dir=second", "--init_from=hf") == 0
     first, second = (read_metrics(name) for name in ("first", "second"))
