@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -128,12 +128,6 @@ class TextTokenizer:
                 there = f"{decoded[at : at + 20]!r}, not {text[at : at + 20]!r}"
                 return f"the tokens of {name} decode from character {at:,} on to {there}"
         return ""
-
-    def tokens_per_byte(self, texts: Iterable[str]) -> float:
-        """Return the tokens for a byte of the texts, with a BOS for each; 0 without text."""
-        texts = list(texts)
-        tokens, size = sum(1 + len(ids) for ids in self.encode(texts)), sum(len(text.encode()) for text in texts)
-        return tokens / size if size else 0.0
 
     @property
     def missing_chat_tokens(self) -> list[str]:

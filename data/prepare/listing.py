@@ -1,6 +1,5 @@
 """The files of a source (local or on the hub): which are taken, left out and held out."""
 
-import codecs
 import glob
 import hashlib
 import os
@@ -24,7 +23,6 @@ from data.record import HELD_OUT, name_words
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 CHAT_SUFFIXES = (".json",)  # one array of conversations
-SPLIT_SUFFIXES = (".txt", *TABLE_SUFFIXES)  # of files whose names may say of which split they are
 SHOWN = 8  # most extensions of files that are left out, in a message
 
 
@@ -95,14 +93,10 @@ def hold_out(corpus: Corpus) -> Corpus:
     """Return the corpus with the files first that are held out: those of a published split for validation. If all
     files are of such splits, none is. UserError for a test split among others: it is for a network's last
     measurement."""
-    named, tests = [], []
     trained = {key for file in corpus.files for _, key in _keys(file.name, {"train"})}
-    for file in corpus.files if corpus.conversations else [f for f in corpus.files if f.ends_with(*SPLIT_SUFFIXES)]:
-        words = _split_words(file, trained)
-        if words & HELD_OUT:
-            named.append(file)
-        elif words:
-            tests.append(file)
+    words = {file: _split_words(file, trained, corpus.conversations) for file in corpus.files}
+    named = [file for file in corpus.files if words[file] & HELD_OUT]
+    tests = [file for file in corpus.files if "test" in words[file] and file not in named]
     if len(named) + len(tests) == len(corpus.files):
         return corpus
     if tests:
@@ -116,6 +110,18 @@ def hold_out(corpus: Corpus) -> Corpus:
     return replace(corpus, files=[*(replace(file, held_out=True) for file in named), *others])
 
 
+def _split_words(file: SourceFile, trained: set[str], conversations: bool) -> set[str]:
+    """Return the words that say of which published split a file is: as in `validation-00000-of-00002.parquet` and
+    `val.txt`, or next to a file or folder of the same name with `train`. Code may have a test.txt, too: a .txt of such
+    a name must be directly in the source."""
+    is_text, words = file.ends_with(".txt"), HELD_OUT | {"test"}
+    if not (is_text or conversations or file.ends_with(*TABLE_SUFFIXES)):
+        return set()
+    found = {word for word, key in _keys(file.name, words) if key in trained}
+    stem = re.match(r"([a-z]+)([-_.]?[0-9].*)?$", PurePath(file.name.lower()).name.partition(".")[0])
+    return found | ({stem[1]} & words if stem and not (is_text and "/" in file.name) else set())
+
+
 def _keys(name: str, words: set[str]) -> Iterator[tuple[str, str]]:
     """Yield each of the words that is in a part of a path, and the path to there without the word and numbers."""
     parts = name.lower().split("/")
@@ -123,18 +129,6 @@ def _keys(name: str, words: set[str]) -> Iterator[tuple[str, str]]:
         for word in name_words(part) & words:
             rest = re.sub(rf"(?<![a-z]){word}(?![a-z])|[^a-z]", "", part)
             yield word, "/".join([*parts[:depth], rest])
-
-
-def _split_words(file: SourceFile, trained: set[str]) -> set[str]:
-    """Return the words that say of which published split a file is: as in `validation-00000-of-00002.parquet` and
-    `val.txt`, or next to a file or folder of the same name with `train`. Code may have a test.txt, too: a .txt of such
-    a name must be directly in the source."""
-    words = HELD_OUT | {"test"}
-    found = {word for word, key in _keys(file.name, words) if key in trained}
-    stem = re.match(r"([a-z]+)([-_.]?[0-9].*)?$", PurePath(file.name.lower()).name.partition(".")[0])
-    if stem and (not file.ends_with(".txt") or "/" not in file.name):
-        found |= {stem[1]} & words
-    return found
 
 
 def _described(left: list[SourceFile], notes: list[str]) -> str:
@@ -154,8 +148,8 @@ def _is_text(extension: str, file: SourceFile) -> bool:
     if file.url.startswith("hf:") or extension == ".json" or not re.fullmatch(r"\.[^/,]+", extension):
         return False
     try:
-        with open(file.url, "rb") as opened:
-            start = codecs.getincrementaldecoder("utf-8")().decode(opened.read(4096))
+        with open(file.url, encoding="utf-8") as opened:
+            start = opened.read(1000)
     except (OSError, UnicodeDecodeError):
         return False
     return bool(start) and "\0" not in start

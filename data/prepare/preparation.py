@@ -180,7 +180,8 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
     if lost := tokenizer.text_lost(texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
-    own, here = _tokens_per_byte(Path(name)), tokenizer.tokens_per_byte(texts.values())
+    tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
+    own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
     if own and here > MORE_TOKENS * own:
         print(
             f"--tokenizer={name} takes {here:.3f} tokens for a byte of {corpus.source}, and {own:.3f} of its own text: "

@@ -19,83 +19,63 @@ from data.prepare.selection import train_tokenizer
 from tests.data.preparations import facts_of, jsonl, write_files
 
 TOKENIZER = train_tokenizer(["some words, and others"], 266)
-U, A = {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "12 C"}
-CALL = [{"id": "1", "type": "function", "function": {"name": "w", "arguments": "{}"}}]
+U, A, X = (
+    {"role": role, "content": text} for role, text in (("user", "weather?"), ("assistant", "12 C"), ("user", "x"))
+)
 OLD = {"name": "w", "arguments": "{}"}
-ASKED = "<|user_start|>weather?<|user_end|><|assistant_start|>"
+CALL = [{"id": "1", "type": "function", "function": OLD}]
+SILENT = {"role": "assistant", "content": None, "tool_calls": CALL}
+TURN = (
+    "<|user_start|>{}<|user_end|><|assistant_start|>[{}<|assistant_end|>]"  # an assistant's tokens, in [], are learned
+)
+ASKED, CALLED = TURN.format("weather?", "12 C"), "<|python_start|>{}<|python_end|>"
 
-# Each form: a record, and its tokens after the BOS. An assistant's tokens, in [], are learned.
+
+def chat(*messages: dict) -> dict:
+    return {"messages": [*messages]}
+
+
+def sharegpt(**turns: str) -> dict:
+    return {"id": "7", "conversations": [{"from": name, "value": text} for name, text in turns.items()]}
+
+
+# Each form: a record, and its tokens after the BOS.
 FORMS = {
-    "messages": ({"messages": [U, A]}, f"{ASKED}[12 C<|assistant_end|>]"),
-    "list": ([U, A], f"{ASKED}[12 C<|assistant_end|>]"),
-    "text of JSON": ({"messages": json.dumps([U, A])}, f"{ASKED}[12 C<|assistant_end|>]"),
-    "alpaca": (
-        {"instruction": "a", "input": "", "output": "b"},
-        "<|user_start|>a<|user_end|><|assistant_start|>[b<|assistant_end|>]",
-    ),
-    "alpaca with an input": (
-        {"instruction": "a", "input": "c", "output": "b", "text": "x"},
-        "<|user_start|>a\n\nc<|user_end|><|assistant_start|>[b<|assistant_end|>]",
-    ),
-    "dolly": (
-        {"instruction": "a", "context": "c", "response": "b", "category": "qa"},
-        "<|user_start|>a\n\nc<|user_end|><|assistant_start|>[b<|assistant_end|>]",
-    ),
-    "sharegpt": (
-        {"id": "7", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
-        "<|user_start|>hi<|user_end|><|assistant_start|>[yo<|assistant_end|>]",
-    ),
-    "sharegpt with a system": (
-        {"conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]},
-        "<|user_start|>system\n\nhuman<|user_end|><|assistant_start|>[gpt<|assistant_end|>]",
-    ),
-    "prompt_completion": (
-        {"prompt": "a", "completion": "b"},
-        "<|user_start|>a<|user_end|><|assistant_start|>[b<|assistant_end|>]",
-    ),
-    "prompt_completion of messages": ({"prompt": [U], "completion": [A]}, f"{ASKED}[12 C<|assistant_end|>]"),
-    "developer": (
-        {"messages": [{"role": "developer", "content": "be brief"}, U, A]},
-        "<|user_start|>be brief\n\nweather?<|user_end|><|assistant_start|>[12 C<|assistant_end|>]",
-    ),
-    "content_parts_openai": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("wea", "ther?")]}, A]},
-        f"{ASKED}[12 C<|assistant_end|>]",
-    ),
+    "messages": (chat(U, A), ASKED),
+    "alpaca": ({"instruction": "a", "input": "", "output": "b"}, TURN.format("a", "b")),
+    "alpaca, an input": ({"instruction": "a", "input": "c", "output": "b", "text": "x"}, TURN.format("a\n\nc", "b")),
+    "dolly": ({"instruction": "a", "context": "c", "response": "b", "category": "q"}, TURN.format("a\n\nc", "b")),
+    "sharegpt": (sharegpt(human="hi", gpt="yo"), TURN.format("hi", "yo")),
+    "sharegpt, a system": (sharegpt(system="s", human="hi", gpt="yo"), TURN.format("s\n\nhi", "yo")),
+    "prompt_completion": ({"prompt": "a", "completion": "b"}, TURN.format("a", "b")),
+    "prompt_completion, messages": ({"prompt": [U], "completion": [A]}, ASKED),
+    "developer": (chat({"role": "developer", "content": "s"}, U, A), TURN.format("s\n\nweather?", "12 C")),
+    "content_parts_openai": (chat(U | {"content": [{"type": "text", "text": t} for t in ("wea", "ther?")]}, A), ASKED),
     "tool_calls": (
-        {"messages": [U, {"role": "assistant", "content": "Calling.", "tool_calls": CALL}, {**U, "content": "x"}, A]},
-        f"{ASKED}[Calling.<|python_start|>{{}}<|python_end|><|assistant_end|>]"
-        "<|user_start|>x<|user_end|><|assistant_start|>[12 C<|assistant_end|>]",
+        chat(U, A | {"content": "Calling.", "tool_calls": CALL}, X, A),
+        TURN.format("weather?", f"Calling.{CALLED}") + TURN.format("x", "12 C"),
     ),
     "function_call": (
-        {"messages": [U, {"role": "assistant", "content": "Calling.", "function_call": OLD}]},
-        f"{ASKED}[Calling.<|python_start|>{{}}<|python_end|><|assistant_end|>]",
+        chat(U, A | {"content": "Calling.", "function_call": OLD}),
+        TURN.format("weather?", f"Calling.{CALLED}"),
     ),
-    "null_content": (
-        {"messages": [U, {"role": "assistant", "content": None, "tool_calls": CALL}, {**U, "content": "x"}, A]},
-        f"{ASKED}[<|python_start|>{{}}<|python_end|><|assistant_end|>]"
-        "<|user_start|>x<|user_end|><|assistant_start|>[12 C<|assistant_end|>]",
-    ),
+    "null_content": (chat(U, SILENT, X, A), TURN.format("weather?", CALLED) + TURN.format("x", "12 C")),
     "arguments as an object": (
-        {"messages": [U, {"role": "assistant", "tool_calls": [{"function": {"name": "w", "arguments": {"é": 3}}}]}]},
-        f'{ASKED}[<|python_start|>{{"é": 3}}<|python_end|><|assistant_end|>]',
+        chat(U, {"role": "assistant", "tool_calls": [{"function": {"name": "w", "arguments": {"é": 3}}}]}),
+        TURN.format("weather?", CALLED.replace("{}", '{"é": 3}')),
     ),
     "tool_role": (
-        {"messages": [U, {**A, "content": "let me see"}, {"role": "tool", "content": "12 C"}, A]},
-        f"{ASKED}[let me see]<|output_start|>12 C<|output_end|>[12 C<|assistant_end|>]",
+        chat(U, A | {"content": "let me see"}, {"role": "tool", "content": "12 C"}, A),
+        TURN.format("weather?", "let me see]<|output_start|>12 C<|output_end|>[12 C"),
     ),
     "two calls and their results": (
-        {
-            "messages": [
-                *(U, {"role": "assistant", "content": None, "tool_calls": CALL * 2}),
-                *({"role": "tool", "tool_call_id": "1", "content": result} for result in "xy"),
-                A,
-            ]
-        },
-        f"{ASKED}[{'<|python_start|>{}<|python_end|>' * 2}]<|output_start|>x<|output_end|>"
-        "<|output_start|>y<|output_end|>[12 C<|assistant_end|>]",
+        chat(U, SILENT | {"tool_calls": CALL * 2}, *({"role": "tool", "content": result} for result in "xy"), A),
+        TURN.format(
+            "weather?",
+            f"{CALLED * 2}]<|output_start|>x<|output_end|><|output_start|>y<|output_end|>[12 C",
+        ),
     ),
-    "leading answer": ({"messages": [A, U, A]}, f"{ASKED}[12 C<|assistant_end|>]"),
+    "leading answer": (chat(A, U, A), ASKED),
 }
 MMLU = {
     "question": ["1 + 1?", "Which\nis red?"],
@@ -142,35 +122,6 @@ def test_each_form_has_its_tokens_of_which_an_assistant_s_are_learned(tmp_path, 
         for messages in conversations:
             tokens = render(TOKENIZER, messages)
             assert list(zip(tokens, learned(np.array(tokens), TOKENIZER.special_tokens).tolist())) == spelled(expected)
-
-
-REFUSED = {
-    "message 2 (assistant) has reasoning_content": {"messages": [U, A | {"reasoning_content": "hmm"}]},
-    "message 2 (assistant) has another weight than 1": {"messages": [U, A | {"weight": 0}, U, A | {"weight": 1}]},
-    "message 1 (user) has a part of the type 'image_url', which is no text": {
-        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, A]
-    },
-    "message 2 (tool) is no answer to an assistant's call": {"messages": [U, {"role": "tool", "content": "x"}, A]},
-    "message 1 (user) has tool_calls, which only an assistant makes": {"messages": [U | {"tool_calls": CALL}, A]},
-    "message 2 (assistant) has a call of a tool whose arguments are no object of JSON": {
-        "messages": [U, {"role": "assistant", "tool_calls": [{"function": {"name": "w", "arguments": "w("}}]}]
-    },
-    "has the role 'bing', not developer": {"conversations": [{"from": "bing", "value": "x"}]},
-    "no conversation in the columns question, chosen; known are messages; conversations; instruction, output;": {
-        "question": "x",
-        "chosen": "y",
-    },
-    "instruction, output are not as in Alpaca": {"instruction": 7, "output": "y"},
-    "question, choices, answer are not as in MMLU": {"question": "x", "choices": ["1"] * 4, "answer": 4},
-    "message 2 (assistant) is empty": {"instruction": "x", "output": ""},
-}
-
-
-@pytest.mark.parametrize("problem", REFUSED)
-def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, problem):
-    write_files(tmp_path, {"a.jsonl": jsonl({"messages": [U, A]}, REFUSED[problem])})
-    with pytest.raises(UserError, match=f"a.jsonl line 2: .*{re.escape(problem)}"):
-        documents(tmp_path / "a.jsonl")
 
 
 def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, capfd):

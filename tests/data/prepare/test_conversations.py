@@ -17,6 +17,7 @@ import data.prepare.parts
 from configs.schema import DataConfig, UserError
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
+from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.record import hash_share
@@ -85,6 +86,20 @@ BAD = {
     "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
     "message 2 (assistant) has another weight than 1: every answer is learned": [U, A | {"weight": 0}],
     "message 2 (assistant) has reasoning_content, which cannot be learned": [U, A | {"reasoning_content": "hm"}],
+    "message 1 (user) has a part of the type 'image_url', which is no text": [
+        *({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, A),
+    ],
+    "message 2 (tool) is no answer to an assistant's call": [U, {"role": "tool", "content": "x"}, A],
+    "message 1 (user) has tool_calls, which only an assistant makes": [U | {"function_call": {"arguments": "{}"}}, A],
+    "message 2 (assistant) has a call of a tool whose arguments are no object of JSON": [
+        *(U, {"role": "assistant", "tool_calls": [{"function": {"name": "w", "arguments": "w("}}]}),
+    ],
+    "message 1 has the role 'bing', not developer, function, system, user, assistant, tool": {
+        "conversations": [{"from": "bing", "value": "x"}]
+    },
+    "instruction, output are not as in Alpaca": {"instruction": 7, "output": "y"},
+    "question, choices, answer are not as in MMLU": {"question": "x", "choices": ["1"] * 4, "answer": 4},
+    f"{unknown(['question', 'chosen'])}": {"question": "x", "chosen": "y"},
     "invalid Unicode (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
 }
 

@@ -91,17 +91,6 @@ def test_a_table_gives_its_rows(tmp_path):
         texts(find_corpus(str(tmp_path)))
 
 
-def test_excluded_files_are_listed_with_the_option_that_includes_them(tmp_path):
-    write_files(tmp_path, {"a.txt": "one", "b.rst": "two" * 9, "c.json": "{}", "d.txt.gz": "x", "e.png": "x" * 999})
-    corpus = find_corpus(str(tmp_path))
-    assert all(f"1 {extension}" in corpus.left_out for extension in (".rst", ".json", ".gz", ".png"))
-    assert "--text_extensions" in corpus.left_out
-    taken = find_corpus(str(tmp_path), text_extensions=".rst")
-    assert names(taken) == ["a.txt", "b.rst"]
-    with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
-        find_corpus(str(tmp_path), text_extensions="rst")
-
-
 def bad_files(folder: Path) -> str:
     pq.write_table(pa.table({"id": [0, 1, 2], "text": ["fine", None, ""]}), folder / "e.parquet", row_group_size=2)
     files = {
@@ -294,3 +283,6 @@ def test_only_text_is_recommended_as_text(tmp_path):
     advice = re.search(r"python -m data\.prepare --text_extensions=(\S+)\)", str(error.value))
     assert advice and advice[1] == ".tex" and ".json: rename lines to .jsonl" in str(error.value)
     assert names(find_corpus(source, text_extensions=advice[1])) == ["b.tex"]
+    assert all(f"1 {extension}" in str(error.value) for extension in (".pptx", ".odp", ".gz", "without an extension"))
+    with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
+        find_corpus(source, text_extensions="rst")
