@@ -13,7 +13,7 @@ import pyarrow
 from configs.retry import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
-from data.prepare.chat_formats import as_messages, format_of, messages_in
+from data.prepare.chat_formats import MESSAGES, as_messages, format_of, messages_in
 from data.prepare.chat_stdlib import conversations_of
 from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, array, chunks, lines, rows
 
@@ -78,12 +78,12 @@ class Corpus:
 
     def chat_format(self) -> str:
         """Return the format of the first conversation, if it is not a list of messages; "" otherwise."""
-        _, content = next(self._contents(self.files[0], 0, None), (0, b""))
         try:
+            _, content = next(self._contents(self.files[0], 0, None), (0, b""))
             record = json.loads(content)
-        except ValueError:
+        except (*UNREADABLE, ValueError, RecursionError):
             return ""  # the preparation reports it at its place
-        return format_of(record) if isinstance(record, dict) and self.text_column not in record else ""
+        return format_of(record, self.text_column) if isinstance(record, dict) else ""
 
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""
@@ -172,7 +172,7 @@ class Corpus:
         wrong."""
         record = json.loads(content)
         if isinstance(record, dict):
-            record = record[self.text_column] if self.text_column in record else messages_in(record)
+            record = record[self.text_column] if self.text_column in record else messages_in(record, self.text_column)
         if isinstance(record, str):
             record = json.loads(record)
         if not isinstance(record, list):
@@ -185,7 +185,7 @@ class Corpus:
 def _advice(record: object) -> str:
     """Return what to do about a record without text."""
     texts = [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-    if isinstance(record, dict) and ("messages" in record or format_of(record)):
+    if isinstance(record, dict) and ("messages" in record or format_of(record, MESSAGES)):
         return "; conversations need data.prepare's --conversations"
     return f"; data.prepare's --text_column names another key: {', '.join(texts[:8])}" if texts else ""
 

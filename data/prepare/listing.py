@@ -16,6 +16,7 @@ from typing import Literal
 from fsspec.utils import glob_translate
 
 from configs.schema import UserError
+from data.prepare.chat_formats import MESSAGES
 from data.prepare.corpus import Corpus, ask
 from data.prepare.source_files import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
 from data.record import HELD_OUT, name_words
@@ -50,7 +51,7 @@ def find_corpus(
     if conversations and named == "stdlib":
         raise UserError(f"the source stdlib is text; {CHAT_STDLIB} is conversations made of it")
     conversations = conversations or named == CHAT_STDLIB
-    text_column = text_column or ("messages" if conversations else "text")
+    text_column = text_column or (MESSAGES if conversations else "text")
     suffixes = (*(CHAT_SUFFIXES if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
     if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
@@ -67,6 +68,7 @@ def find_corpus(
                 f"{_described(found, notes)}; give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of "
                 f"{', '.join(suffixes)} on this machine"
             )
+    listed = list({file.url: file for file in listed}.values())  # sources may overlap
     for pattern in exclude:
         kept = [file for file in listed if not _matches(file.name, pattern)]
         notes.append(f"{len(listed) - len(kept):,} by --exclude={pattern}")
@@ -96,7 +98,7 @@ def hold_out(corpus: Corpus) -> Corpus:
     trained = {key for file in corpus.files for _, key in _keys(file.name, {"train"})}
     words = {file: _split_words(file, trained, corpus.conversations) for file in corpus.files}
     named = [file for file in corpus.files if words[file] & HELD_OUT]
-    tests = [file for file in corpus.files if "test" in words[file] and file not in named]
+    tests = [file for file in corpus.files if words[file] == {"test"}]
     if len(named) + len(tests) == len(corpus.files):
         return corpus
     if tests:
@@ -106,7 +108,7 @@ def hold_out(corpus: Corpus) -> Corpus:
             "trained on; give the others by a glob ('.../train*'), or prepare them first: python -m data.prepare "
             f"--exclude='{re.sub('[0-9]+', '*', last)}'"
         )
-    others = [file for file in corpus.files if file not in named]
+    others = [file for file in corpus.files if not words[file]]
     return replace(corpus, files=[*(replace(file, held_out=True) for file in named), *others])
 
 
@@ -139,7 +141,9 @@ def _described(left: list[SourceFile], notes: list[str]) -> str:
     described += ["others"] * (len(counts) > SHOWN) + notes
     texts = [extension for extension, _ in counts[:SHOWN] if _is_text(extension, first[extension])]
     advice = f" (take text by python -m data.prepare --text_extensions={','.join(texts)})" * bool(texts)
-    advice += " (.json: rename lines to .jsonl; an array needs --conversations)" * (".json" in first)
+    advice += " (.json: lines are called .jsonl; an array of conversations needs data.prepare's --conversations)" * (
+        ".json" in first
+    )
     return f"; left out: {', '.join(described)}{advice}" if described else ""
 
 

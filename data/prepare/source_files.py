@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from configs.schema import UserError
-from data.prepare.chat_formats import ALSO, FORMATS, format_of, unknown
+from data.prepare.chat_formats import ALSO, FORMATS, MESSAGES, format_of, unknown
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -103,12 +103,12 @@ def _contents(batch: pyarrow.RecordBatch, nested: bool) -> Iterator[bytes]:
 def _columns(file: SourceFile, column: str, schema: pyarrow.Schema, nested: bool) -> list[str]:
     """Return the columns to read. Raise UserError if there is no text, or, with `nested`, no conversation."""
     if nested and column not in schema.names:
-        if not (name := format_of(schema.names)):
+        if not (name := format_of(schema.names, column)):
             raise UserError(f"{file.url}: {unknown(schema.names)}")
         return [*FORMATS[name][0], *(one for one in ALSO if one in schema.names)]
     texts = [name for name, kind in zip(schema.names, schema.types) if _is_text(kind)]
     if not nested and column not in texts:
-        is_known = "messages" in schema.names or format_of(schema.names)
+        is_known = MESSAGES in schema.names or format_of(schema.names, MESSAGES)
         is_chat = "; conversations need data.prepare's --conversations" * bool(is_known)
         found = f"data.prepare's --text_column names another: {', '.join(texts)}" if texts else "nor another"
         raise UserError(f"{file.url} has no column {column!r} with text; {found}{is_chat}")
@@ -127,7 +127,7 @@ def array(file: SourceFile, opened: Any) -> Iterator[tuple[int, bytes]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file.url} is not JSON: {error}; one conversation a line: call it .jsonl") from error
     if not isinstance(elements, list):
-        raise UserError(f"{file.url} is not an array of conversations")
+        raise UserError(f"{file.url} is not an array of conversations; --exclude leaves it out")
     yield from enumerate((json.dumps(element).encode() for element in elements), 1)
 
 

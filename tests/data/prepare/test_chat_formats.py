@@ -149,6 +149,10 @@ def test_a_table_or_an_array_of_something_else_is_refused_with_what_it_has(tmp_p
     for name, message in says.items():
         with pytest.raises(UserError, match=message):
             documents(tmp_path / name)
+    (tmp_path / "d.jsonl").write_text(jsonl({"instruction": "x", "output": "y"}))
+    corpus = find_corpus(f"{tmp_path}/d.jsonl", "turns", conversations=True)
+    with pytest.raises(UserError, match="line 1: no conversation in the columns instruction, output"):
+        list(corpus.documents(corpus.files[0]))
 
 
 def converted(folder: Path, columns: dict) -> list:

@@ -234,7 +234,7 @@ def test_patterns_exclude_paths_folders_and_files_and_each_is_counted(tmp_path):
 
 def test_several_sources_are_one_corpus_in_their_order(tmp_path):
     write_files(tmp_path, {"ko/a.txt": "one", "ar/a.txt": "two", "ar/b.md": "no", "c.txt": "three"})
-    sources = [f"{tmp_path}/ko", f"{tmp_path}/ar/*.txt", f"{tmp_path}/c.txt"]
+    sources = [f"{tmp_path}/ko", f"{tmp_path}/ar/*.txt", f"{tmp_path}/c.txt", f"{tmp_path}/ko/*"]
     corpus = find_corpus(sources)
     assert [document.text for file in corpus.files for document in corpus.documents(file)] == ["one", "two", "three"]
     assert corpus.source == " ".join(sources) and len({file.url for file in corpus.files}) == 3
@@ -281,7 +281,7 @@ def test_only_text_is_recommended_as_text(tmp_path):
     with pytest.raises(UserError, match="no file of text found there") as error:
         find_corpus(source)
     advice = re.search(r"python -m data\.prepare --text_extensions=(\S+)\)", str(error.value))
-    assert advice and advice[1] == ".tex" and ".json: rename lines to .jsonl" in str(error.value)
+    assert advice and advice[1] == ".tex" and ".json: lines are called .jsonl" in str(error.value)
     assert names(find_corpus(source, text_extensions=advice[1])) == ["b.tex"]
     assert all(f"1 {extension}" in str(error.value) for extension in (".pptx", ".odp", ".gz", "without an extension"))
     with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
