@@ -1,15 +1,7 @@
 """Prepare raw text as a dataset folder: python -m data.prepare --source=PATH --out=DIR. The same command resumes it.
 
-DIR/dataset.json              its origin, counts and a SHA-256 of each file: everything complete, at any moment
-    tokenizer/                tokenizer.json, and the BOS and each token's bytes
-    train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
-    train_000000.starts.npy   the starts of documents in the shard
-    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/shards.py)
-    val_000000.bin ...        held-out documents from the same source as the training shard of this number
-    parts/                    during preparation: encoded documents (data/prepare/parts.py)
-    lock                      the preparing process's lock
-
-Run it in the repository's root, like every command. Folders may be anywhere.
+docs/data.md describes the folder. During preparation it also has `lock`, and `parts/`: encoded documents. Run the
+command in the repository's root, like every command. Folders may be anywhere.
 """
 
 import json

@@ -185,7 +185,7 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     if own and here > MORE_TOKENS * own:
         print(
             f"--tokenizer={name} takes {here:.3f} tokens for a byte of {corpus.source}, and {own:.3f} of its own text: "
-            "one that is trained on both takes fewer (docs/data.md: several languages)",
+            "one that is trained on both takes fewer (docs/data.md: two languages)",
             file=sys.stderr,
         )
     if corpus.conversations and tokenizer.missing_chat_tokens:
