@@ -145,9 +145,8 @@ class BatchConfig:
     tokens_per_step: Positive[int] = 524_288
     """Tokens of one optimizer step, over all devices and micro-batches."""
     rows_per_device: Free[Positive[int] | Literal["auto"]] = "auto"
-    """Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit its memory; if none
-    fits, `model.loss_chunks`, `model.remat` and `mesh.fsdp` change too (docs/planning.md). If a complete step has fewer
-    rows per device, the step is one micro-batch."""
+    """Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit its memory
+    (docs/planning.md). If a complete step has fewer rows per device, the step is one micro-batch."""
 
     @property
     def rows(self) -> int:

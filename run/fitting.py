@@ -1,9 +1,8 @@
 """`batch.rows_per_device=auto`: choose the rows of a micro-batch that fit the devices' memory.
 
 One row is compiled, then the rows that a line expects to fit, then the rows that the line through both expects. A
-compiled program says what it needs. If one row does not fit, `SMALLER` options are taken, then `mesh.fsdp` grows.
-events.jsonl keeps the choice for later starts. If the memory runs out in a step all the same, half the rows are chosen,
-and the run starts again.
+compiled program says what it needs. events.jsonl keeps the choice for later starts. If the memory runs out in a step
+all the same, half the rows are chosen, and the run starts again.
 """
 
 import json
@@ -11,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from math import log2
 from typing import Any
@@ -20,7 +19,6 @@ import jax
 
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
-from configs.validation import validate
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
     GIB,
@@ -42,7 +40,6 @@ from training.memory import SMALLER, line, program_bytes, row_counts, stored_byt
 from training.mesh import device_groups
 
 COMPILATIONS = 3
-CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
 DECIDE = (
     *("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents"),
     "optimizer.matrices.kind",
@@ -50,9 +47,6 @@ DECIDE = (
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2
 """Times the limit that a program is taken to need if the compiler's refusal has no number."""
-
-Choice = dict[str, Any]
-ROWS: Choice = {"batch.rows_per_device": 1}
 
 
 class Fitting:
@@ -69,18 +63,17 @@ class Fitting:
         topology = topology_of(devices)
         self.limit = HEADROOM * -max_over_processes(-(int(gib * GIB) or device_limit(here[0], len(here))))
         """The bytes that may be taken of any device."""
-        self.levels = levels_of(asked, topology.inside)
         sizes = {name: value for name, value in options(asked).items() if name.startswith(DECIDE)}
         # In steps of a fifth: what a CPU has available changes from start to start.
         text = json.dumps([devices[0].device_kind, topology, int(4 * log2(self.limit)), sizes])
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices, their memory and the sizes that a choice is for."""
-        self.kept: Choice = on_first_process(self._read)
-        """The choice of an earlier start, if there is one."""
+        self.kept: int = on_first_process(self._read)
+        """The rows that an earlier start chose; 0 if there is none."""
 
     def first(self) -> Config:
         """Return the config with an earlier start's choice, or with one row."""
-        return with_options(self.asked, self.kept or self.levels[0]) if self.auto else self.asked
+        return with_rows(self.asked, self.kept or 1) if self.auto else self.asked
 
     def compile(self, built: Build, step: int, times: Times) -> tuple[Build, TrainSteps]:
         """Compile the steps, at most COMPILATIONS times, and return the build with the most rows that fit, and them.
@@ -88,57 +81,43 @@ class Fitting:
         LOGGER.info(describe(built))
         if not self.auto:
             return built, compile_train_steps(built, times)
-        kept, now, best, tried = self.kept, self.kept or chosen(built), None, []
+        rows, best, tried = built.config.batch.rows, None, {}
         for _ in range(COMPILATIONS):
-            if now != chosen(built):
-                built = build(with_options(built.config, now))
+            if rows != built.config.batch.rows:
+                built = build(with_rows(built.config, rows))
                 LOGGER.info(describe(built))
-            steps, needs = self._compiled(built, times)
-            tried.append((now, needs))
-            fits = steps is not None and needs <= self.limit
-            verdict = "it fits" if fits else "it does not fit"
-            LOGGER.info(f"{words(now)}: a device needs {needs / GIB:.3g} of {self.limit / GIB:.3g} GiB; {verdict}")
+            steps, tried[rows] = self._compiled(built, times)
+            fits = steps is not None and tried[rows] <= self.limit
+            needs = f"a device needs {tried[rows] / GIB:.3g} of {self.limit / GIB:.3g} GiB"
+            LOGGER.info(f"--batch.rows_per_device={rows}: {needs}; {'it fits' if fits else 'it does not fit'}")
             if steps and fits:
                 best = built, steps
-            if fits and now == kept:
+            if fits and rows == self.kept:
                 break
-            after = self.levels[0] if now == kept and now != self.levels[0] else self._next(built, tried)
-            if after is None:
+            rows = 1 if rows == self.kept > 1 else self._next(built, tried)
+            if not rows:
                 break
-            now = after
         if best is None:
-            more = 1.001 * needs / HEADROOM / GIB  # not less, once it is rounded
+            more = 1.001 * tried[1] / HEADROOM / GIB  # not less, once it is rounded
+            smaller = " ".join(f"--{name}={value}" for name, value in SMALLER.items())
             raise UserError(
-                f"not one row fits the device's memory: {words(now)} needs {needs / GIB:.3g} GiB, and "
-                f"{self.limit / GIB:.3g} GiB may be taken. It would fit {more:.4g} GiB of memory a device; or make "
-                "model.depth or model.width smaller"
+                f"not one row fits the device's memory: it needs {tried[1] / GIB:.3g} GiB, and {self.limit / GIB:.3g} "
+                f"GiB may be taken. {smaller} takes less, and --mesh.fsdp=N divides the state among N devices. It "
+                f"would fit {more:.4g} GiB of memory a device"
             )
         built, steps = best
-        before = options(self.asked)
-        for name, value in chosen(built).items():
-            if name != "batch.rows_per_device" and value != before[name]:
-                LOGGER.info(f"--{name}={value}: one row does not fit without it")
-        choice = chosen(built)
-        if choice != kept:
-            on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
+        if (rows := built.config.batch.rows) != self.kept:
+            on_first_process(lambda: self._record(step, rows))
         return built, steps
 
-    def _next(self, built: Build, tried: Sequence[tuple[Choice, float]]) -> Choice | None:
-        """Return what to compile after `tried`, of which `built` is the last: more or fewer rows by the line through
-        them, the next level if one row does not fit, or None if nothing better is expected."""
-        now, needs = tried[-1]
-        rows = now["batch.rows_per_device"]
-        if rows == 1 and needs > self.limit:
-            later = self.levels[self.levels.index(now) + 1 :] if now in self.levels else self.levels
-            return later[0] if later else None
-        points = {other["batch.rows_per_device"]: size for other, size in tried if {**other, **ROWS} == {**now, **ROWS}}
-        fitting = max((n for n, size in points.items() if size <= self.limit), default=0)
-        refused = min((n for n, size in points.items() if size > self.limit), default=sys.maxsize)
-        if len(points) == 1:
-            points[0] = sum(stored_bytes(built).values())
+    def _next(self, built: Build, tried: dict[int, float]) -> int:
+        """Return the rows to compile after `tried` rows, by the line through their bytes; 0 if no better ones are
+        expected."""
+        fitting = max((n for n, size in tried.items() if size <= self.limit), default=0)
+        refused = min((n for n, size in tried.items() if size > self.limit), default=sys.maxsize)
+        points = tried if len(tried) > 1 else {0: sum(stored_bytes(built).values()), **tried}
         within = (n for n in row_counts(built) if fitting < n < refused and line(points, n) <= self.limit)
-        more = next(within, 0)
-        return {**now, "batch.rows_per_device": more} if more else None
+        return next(within, 0)
 
     @contextmanager
     def fewer_rows_if_out_of_memory(self, built: Build) -> Iterator[None]:
@@ -154,10 +133,9 @@ class Fitting:
                 error.add_note(too_large())
                 raise
             rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
-            choice = {**chosen(built), "batch.rows_per_device": rows}
             if jax.process_index() == 0:  # alone: the others may not have run out
                 Events(config.run_dir).add("out_of_memory", 0, rows_per_device=rows)
-                Events(config.run_dir).add("fitted", 0, key=self.key, options=choice)
+                self._record(0, rows)
                 upload(config.run_dir)
             raise StartAgain(f"out of memory: --batch.rows_per_device={rows} from here on") from error
 
@@ -175,25 +153,18 @@ class Fitting:
             step = float(used[1]) * GIB if used else REFUSED * self.limit
         return steps, max_over_processes(int(step)) + stored_bytes(built)["held-out rows"]
 
-    def _read(self) -> Choice:
-        """Return the run's newest choice for such devices and sizes."""
+    def _read(self) -> int:
+        """Return the run's newest choice for such devices and sizes; 0 if there is none."""
         fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        return next((event["options"] for event in reversed(fitted) if event["key"] == self.key), {})
+        return next((event["rows_per_device"] for event in reversed(fitted) if event["key"] == self.key), 0)
+
+    def _record(self, step: int, rows: int) -> None:
+        Events(self.asked.run_dir).add("fitted", step, key=self.key, rows_per_device=rows)
 
 
-def levels_of(asked: Config, inside: int) -> list[Choice]:
-    """Return one row of the network as asked for, then with SMALLER, then with the largest `fsdp` in an island of
-    `inside` devices, as far as they divide the network."""
-    levels = [with_options(asked, ROWS)]
-    changes: list[Choice] = [SMALLER]
-    if asked.mesh.data == -1:
-        changes.append({"mesh.fsdp": inside // asked.mesh.tensor})
-    for change in changes:
-        with suppress(UserError):
-            validate(level := with_options(levels[-1], change))
-            levels.append(level)
-    choices = [{name: options(level)[name] for name in CHOSEN} for level in levels]
-    return [choice for i, choice in enumerate(choices) if choice not in choices[:i]]
+def with_rows(config: Config, rows: int) -> Config:
+    """Return the config with these rows per device."""
+    return with_options(config, {"batch.rows_per_device": rows})
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
@@ -203,16 +174,6 @@ def topology_of(devices: Sequence[Any]) -> Topology:
     if machine and not machine.gpu:
         shape = [len({*along}) for along in zip(*(device.coords for device in groups[0]))][: machine.directions // 2]
     return Topology(len(groups), machine.kind if machine else devices[0].platform, tuple(shape))
-
-
-def chosen(built: Build) -> Choice:
-    """Return the values of the options that are chosen."""
-    return {name: options(built.config)[name] for name in CHOSEN}
-
-
-def words(choice: Choice) -> str:
-    """Return a choice as options."""
-    return " ".join(f"--{name}={value}" for name, value in choice.items())
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A run in a bucket (`--run_dir=gs://BUCKET/RUN`) writes its record to a folder of
 bucket at a start, and uploaded before each checkpoint is complete and at the end (`upload`). Other commands read a copy
 (`fetch_locally`). Events are never rewritten; a resumed run drops metrics after its checkpoint (run/metrics.py).
 
-events.jsonl has these lines. `fitted`: the options that `batch.rows_per_device=auto` chose. `start`: the step, the
+events.jsonl has these lines. `fitted`: the rows that `batch.rows_per_device=auto` chose. `start`: the step, the
 tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a complete checkpoint.
 `went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the rows of the next start.
 `stop`: the last step, the exit code, and the process's seconds by activity (run/clock.py). Events identify a run whose

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from configs.command_line import Exit
-from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
+from configs.schema import EvalConfig, with_options
 from run import fitting as module
 from run.clock import Times
-from run.fitting import CHOSEN, COMPILATIONS, Fitting
+from run.fitting import COMPILATIONS, Fitting
 from run.log import MetricsLog
 from run.programs import TrainSteps
 from run.record import Events, read_metrics
@@ -28,10 +28,8 @@ OPTIONS = (  # of test_train.py's config: four short steps, with rows that are c
     "--log.every_steps=1",
 )
 LONGER = ("--steps=6", "--model.depth=1")
-LEVEL, SMALLER_LEVEL = ("1", "none", "1"), ("8", "block", "1")
 NEEDS = re.compile(
-    r"--batch.rows_per_device=(\d+) --model.loss_chunks=(\d+) --model.remat=(\w+) --mesh.fsdp=(\d+): "
-    r"a device needs ([\d.e-]+) of ([\d.e-]+) GiB; it (fits|does not fit)"
+    r"--batch.rows_per_device=(\d+): a device needs ([\d.e-]+) of [\d.e-]+ GiB; it (?:fits|does not fit)"
 )
 
 
@@ -54,10 +52,6 @@ class Device:
         return getattr(self.device, name)
 
 
-def chosen(config) -> dict:
-    return {name: options(config)[name] for name in CHOSEN}
-
-
 class Compiled:
     """A program that asks for some bytes."""
 
@@ -70,15 +64,15 @@ class Compiled:
         return self
 
 
-def compiling(patch, needs, devices: int = 1) -> list[tuple]:
-    """Let a program of `needs(rows, chunks, remat, fsdp)` KiB be compiled, or refused if that is None. Return what is
-    compiled, in time."""
-    some = jax.local_devices()[:devices]
+def compiling(patch, needs) -> list[int]:
+    """Let a program of `needs(rows)` KiB be compiled, or refused if that is None. Return the rows of what is compiled,
+    in time."""
+    some = jax.local_devices()[:1]
     compiled, built = [], build(tiny_config(rows=64, length=64), some)
 
     def compile_train_steps(built, times):
-        compiled.append(tuple(chosen(built.config).values()))
-        if (size := needs(*compiled[-1])) is None:
+        compiled.append(built.config.batch.rows)
+        if (size := needs(compiled[-1])) is None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return TrainSteps(Compiled(1024 * size), Compiled(1024 * size))  # pyright: ignore
 
@@ -102,51 +96,28 @@ def limit(kib: float) -> float:
     return kib / 0.9 / 2**20
 
 
-AS_ASKED, SMALLER, SHARDED = (1, "none", 1), (8, "block", 1), (8, "block", 8)
-
-
 @pytest.mark.parametrize(
     ("needs", "kib", "tried"),
     [
-        (lambda rows, *_: 1000 + 100 * rows, 9000, [1, 16, 64]),  # 800 KiB are there without rows
-        (lambda rows, *_: 800 + 100 * rows, 4200, [1, 32]),
-        (lambda rows, *_: 800 + 100 * rows**1.2, 4200, [1, 32, 16]),
-        (lambda rows, *_: 800 + 100 * rows if rows < 33 else None, 8000, [1, 64, 32]),  # refused without a number
-        (lambda rows, *_: 800 + 100 * rows, 900, [1]),
+        (lambda rows: 1000 + 100 * rows, 9000, [1, 16, 64]),  # 800 KiB are there without rows
+        (lambda rows: 800 + 100 * rows, 4200, [1, 32]),
+        (lambda rows: 800 + 100 * rows**1.2, 4200, [1, 32, 16]),
+        (lambda rows: 800 + 100 * rows if rows < 33 else None, 8000, [1, 64, 32]),  # refused without a number
+        (lambda rows: 800 + 100 * rows, 900, [1]),
     ],
 )
 def test_rows_follow_the_line_through_what_was_compiled(asked, monkeypatch, needs, kib, tried):
     compiled = compiling(monkeypatch, needs)
     config = fit(asked, limit(kib))
-    assert [rows for rows, *_ in compiled] == tried and len(tried) <= COMPILATIONS
-    assert {tuple(level) for _, *level in compiled} == {AS_ASKED}
+    assert compiled == tried and len(tried) <= COMPILATIONS
     assert config.batch.rows == max(rows for rows in tried if (size := needs(rows)) is not None and size <= kib)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_chunks_and_recomputation_are_taken_before_fsdp(asked, monkeypatch, devices):
-    sizes = {AS_ASKED: 900, SMALLER: 600, SHARDED: 300}
-    for kib, level in ((700, SMALLER), (400, SHARDED if devices == 8 else None)):
-        compiled = compiling(monkeypatch, lambda rows, *level: sizes[level] * rows, devices)
-        asked = replace(asked, run_dir=f"{asked.run_dir}-{kib}")
-        if level is None:
-            with pytest.raises(UserError, match=r"It would fit [\d.]+ GiB"):
-                fit(asked, limit(kib))
-            continue
-        assert tuple(chosen(fit(asked, limit(kib))).values()) == (1, *level)
-        assert len(compiled) <= COMPILATIONS
-    compiling(monkeypatch, lambda rows, *level: sizes[level] * rows, devices)
-    fixed = replace(asked, run_dir=f"{asked.run_dir}-fixed", mesh=MeshConfig(data=devices))
-    with pytest.raises(UserError, match="not one row fits"):  # a mesh that is asked for stays
-        fit(fixed, limit(400))
-
-
 def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
-    compiled = compiling(monkeypatch, lambda rows, *_: 800 + 100 * rows)
+    compiled = compiling(monkeypatch, lambda rows: 800 + 100 * rows)
     first, gib = fit(asked, limit(4200)), limit(4200)
     compiled.clear()
-    assert chosen(fit(asked, gib)) == chosen(first) and len(compiled) == 1
-    assert Fitting(asked, gib).kept == chosen(first)
+    assert fit(asked, gib) == first and compiled == [first.batch.rows] == [Fitting(asked, gib).kept]
     assert not Fitting(asked, gib / 2).kept and not Fitting(with_options(asked, {"model.depth": 2}), gib).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
     assert not Fitting(asked, gib).kept
@@ -159,7 +130,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(patch, capfd, run_dir: str, *more: str) -> tuple[int, list[tuple], str]:
+def train(patch, capfd, run_dir: str, *more: str) -> tuple[int, list[tuple[str, str]], str]:
     """Return the exit code of train.py, what it says of each program that it compiles, and all that it says."""
     code = run("train", patch, *OPTIONS, f"--run_dir={run_dir}", *more, devices=1)
     out, err = capfd.readouterr()
@@ -170,22 +141,21 @@ def losses(run_dir: str) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir) if "loss" in line]
 
 
-def fitted(run_dir: str) -> list[dict]:
-    return [event["options"] for event in Events(run_dir).read() if event["event"] == "fitted"]
+def fitted(run_dir: str) -> list[int]:
+    return [event["rows_per_device"] for event in Events(run_dir).read() if event["event"] == "fitted"]
 
 
 @pytest.mark.medium
-def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_result_stays(folder, monkeypatch, capfd):
+def test_with_less_memory_it_names_what_would_fit_and_the_result_stays(folder, monkeypatch, capfd):
     code, programs, said = train(monkeypatch, capfd, "ample")
-    assert code == Exit.COMPLETE and [program[0] for program in programs] == ["1", "16"]
-    one_row = float(programs[0][4]) / 0.9
-    code, programs, said = train(monkeypatch, capfd, "little", f"--memory={0.97 * one_row}")
-    assert code == Exit.COMPLETE and [program[1:4] for program in programs[:2]] == [LEVEL, SMALLER_LEVEL]
-    assert "--model.remat=block: one row does not fit without it" in said
-    np.testing.assert_allclose(losses("little"), losses("ample"), rtol=2e-5)
-    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.3 * one_row}")
+    assert code == Exit.COMPLETE and [rows for rows, _ in programs] == ["1", "16"]
+    one_row = float(programs[0][1]) / 0.9
+    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.97 * one_row}")
     assert code == Exit.MISTAKE and "not one row fits the device's memory" in said and "Traceback" not in said
     assert not (folder / "none").exists()
+    (smaller,) = re.findall(r"GiB may be taken\. (.*) takes less", said)
+    assert train(monkeypatch, capfd, "smaller", f"--memory={0.97 * one_row}", *smaller.split())[0] == Exit.COMPLETE
+    np.testing.assert_allclose(losses("smaller"), losses("ample"), rtol=2e-5)
     (gib,) = re.findall(r"It would fit ([\d.]+) GiB", said)
     assert train(monkeypatch, capfd, "more", f"--memory={gib}")[0] == Exit.COMPLETE
 
@@ -207,7 +177,7 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
     assert "continuing after step 2 of 6" in said
     events = Events("halved").read()
     assert [event["rows_per_device"] for event in events if event["event"] == "out_of_memory"] == [8]
-    assert fitted("halved")[-1]["batch.rows_per_device"] == 8
+    assert fitted("halved")[-1] == 8
     assert json.loads(Path("halved/config.json").read_text())["config"]["batch"]["rows_per_device"] == 8
     np.testing.assert_allclose(losses("halved"), losses("whole"), rtol=2e-5)
     assert figures(folder / "halved")["steps"] == 6
@@ -224,5 +194,5 @@ def test_two_processes_choose_what_fits_the_smaller_device(folder):
     command = [ROOT / "train.py", *OPTIONS, "--run_dir=two"]
     commands = [[*command, f"--memory={gib}"] for gib in (1, 0.006)]
     assert "it fits" in finish(start(*commands, folders=[folder]), 0)[0]
-    (choice,) = fitted("two")
-    assert choice["batch.rows_per_device"] < 8 and len(losses("two")) == 4
+    (rows,) = fitted("two")
+    assert rows < 8 and len(losses("two")) == 4
