@@ -122,9 +122,7 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
     """Return every host if all can train together; else raise the same UserError on all. Every process must call
     it."""
     devices = jax.local_devices()
-    settings = hashlib.sha256(json.dumps(config, default=vars, sort_keys=True).encode()).hexdigest()
-    same = {"code": code_digest(), **versions(), "config": settings[:12]}
-    same |= {"data": fingerprint[:12], "tokenizer": tokenizer[:12]}
+    same = {"code": code_digest(), **versions(), "data": fingerprint[:12], "tokenizer": tokenizer[:12]}
     same["devices"] = f"{len(devices)} x {devices[0].device_kind}"
     problems = problems_here(config)
     mine = Host(platform.node(), same, problems)
