@@ -117,9 +117,9 @@ def own_gpus(environ: Mapping[str, str], gpus: int) -> list[int]:
     """Return the GPUs of this process by their number among those that it sees; none: as JAX chooses. `gpus`: those of
     the machine. Every process must call it, after joining: a mistake of one ends all at once."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    machines = exchange("the GPUs' tasks", f"{platform.node()} {visible}")
-    index = distributed.global_state.process_id
-    tasks, local = machines.count(machines[index]), machines[:index].count(machines[index])
+    mine = f"{platform.node()} {visible}"
+    tasks_of = exchange("the GPUs' tasks", mine)
+    tasks, local = tasks_of.count(mine), tasks_of[: distributed.global_state.process_id].count(mine)
     return on_every_process("its GPUs", lambda: local_gpus(environ, gpus, tasks, local))
 
 
