@@ -110,7 +110,8 @@ def test_tasks_of_one_machine_that_see_the_same_gpus_share_them(monkeypatch):
 
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 import hosts.distributed
 hosts.distributed.HEARTBEAT_SECONDS = 10
 import jax
@@ -199,13 +200,14 @@ def test_a_process_that_ends_alone_ends_the_other(end):
 
 
 @pytest.mark.medium
-def test_a_second_ctrl_c_of_one_process_ends_all_with_130():
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_second_ctrl_c_or_hangup_of_one_process_ends_all_with_one_code(sign, code):
     processes = begin("steps")
     assert processes[1].stdout.readline() == "step 5\n"
     for _ in range(2):
-        processes[1].send_signal(signal.SIGINT)
+        processes[1].send_signal(sign)
         time.sleep(0.01)
-    finish(processes, 130)
+    finish(processes, code)
 
 
 @pytest.mark.medium
