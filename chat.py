@@ -66,7 +66,8 @@ def main() -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
         note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")
-        serve(engine, network.tokenizer, storage_path(arguments.run_dir).name, sampling, address, arguments.queue)
+        name = storage_path(arguments.run_dir).name
+        serve(engine, network.tokenizer, name, sampling, address, arguments.host, arguments.queue)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:

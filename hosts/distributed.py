@@ -74,9 +74,7 @@ def join() -> int:
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
     notice.cancel()
-    files = len(glob("/dev/nvidia[0-9]*"))
-    gpus = on_every_process("its GPUs", lambda: local_gpus(os.environ, files))  # a mistake of one ends all at once
-    if gpus is not None:
+    if gpus := own_gpus(os.environ, len(glob("/dev/nvidia[0-9]*"))):
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     return distributed.global_state.process_id
 
@@ -115,42 +113,33 @@ def detected_processes() -> tuple[str | None, int | None, int | None]:
         ) from error
 
 
-def local_gpus(environ: Mapping[str, str], gpus: int) -> list[int] | None:
-    """Return the GPUs of this process among those that it sees; None: all, or one a task, as JAX chooses.
+def own_gpus(environ: Mapping[str, str], gpus: int) -> list[int]:
+    """Return the GPUs of this process by their number among those that it sees; none: as JAX chooses. `gpus`: those of
+    the machine. Every process must call it, after joining: a mistake of one ends all at once."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    mine = f"{platform.node()} {visible}"
+    tasks_of = exchange("the GPUs' tasks", mine)
+    tasks, local = tasks_of.count(mine), tasks_of[: distributed.global_state.process_id].count(mine)
+    return on_every_process("its GPUs", lambda: local_gpus(environ, gpus, tasks, local))
 
-    JAX gives each task of SLURM and Open MPI one GPU, and leaves the others of the machine idle. So a task that is
-    alone on its machine takes all. Raise UserError if the tasks of a machine cannot take one GPU each.
-    """
+
+def local_gpus(environ: Mapping[str, str], gpus: int, tasks: int, local: int) -> list[int]:
+    """Return the GPUs of the task `local` of `tasks` that see the same ones: all for one task, else one for each; none:
+    as JAX chooses. Raise UserError if the tasks cannot take one GPU each."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in (visible or "").split(",") if name not in ("", "-1")]
     gpus = gpus if visible is None else len(names)
-    if not gpus or environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_PLATFORMS") in ("cpu", "tpu"):
-        return None  # JAX reads these variables
+    if environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_PLATFORMS") in ("cpu", "tpu"):
+        return []  # JAX reads these variables
     if gpus > 1 and any(name.startswith("MIG") for name in names):
         raise UserError(f"CUDA_VISIBLE_DEVICES={visible}: CUDA gives a process one MIG device; name one for each task")
-    tasks, local = tasks_here(environ)
-    if tasks == 1 or len(names) == 1:  # SLURM shows a task only its own
+    if not gpus or tasks == 1 or len(names) == 1:  # SLURM shows a task only its own
         return list(range(gpus))
     if gpus != tasks:
         raise UserError(
-            f"{tasks} tasks of this machine see {gpus} GPUs; start one task for each machine, or one for each GPU"
+            f"{tasks} tasks of {platform.node()} see {gpus} GPUs; start one task for each machine, or one for each GPU"
         )
     return [local]
-
-
-def tasks_here(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of tasks that SLURM or Open MPI started on this machine, and this one's number among them."""
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environ:
-        return int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]), int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list such as 8(x2),4; start the run with srun")
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    tasks = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
-    node = int(environ.get("SLURM_NODEID", 0))
-    if node >= len(tasks):
-        raise UserError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text}; start the run with srun")
-    return tasks[node], int(environ.get("SLURM_LOCALID", 0))
 
 
 def everyone_is_here(seconds: float) -> bool:

@@ -80,15 +80,10 @@ def problems_here(config: Config) -> list[str]:
         if time.monotonic() > until:
             return [*problems, f"does not see {shared} of process 0: all hosts must share it"]
         time.sleep(1)
-    there = existing(folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         problems.append(f"cannot write to {there}")
     return problems
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def require_room(config: Config) -> None:
@@ -96,7 +91,8 @@ def require_room(config: Config) -> None:
     option is wrong, and training would be lost. Every process must call it."""
     if config.run_dir.startswith("gs://"):
         return
-    there = existing(Path(config.run_dir).absolute())
+    folder = Path(config.run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
     if (free := on_first_process(lambda: shutil.disk_usage(there).free)) < checkpoint:
         needed = f"a checkpoint takes {shown_bytes(checkpoint)}"
@@ -122,9 +118,7 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
     """Return every host if all can train together; else raise the same UserError on all. Every process must call
     it."""
     devices = jax.local_devices()
-    settings = hashlib.sha256(json.dumps(config, default=vars, sort_keys=True).encode()).hexdigest()
-    same = {"code": code_digest(), **versions(), "config": settings[:12]}
-    same |= {"data": fingerprint[:12], "tokenizer": tokenizer[:12]}
+    same = {"code": code_digest(), **versions(), "data": fingerprint[:12], "tokenizer": tokenizer[:12]}
     same["devices"] = f"{len(devices)} x {devices[0].device_kind}"
     problems = problems_here(config)
     mine = Host(platform.node(), same, problems)

@@ -7,13 +7,11 @@ import platform
 import resource
 import select
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -29,7 +27,6 @@ from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here,
 from hosts.machines import GPU_FRACTION
 from training.mesh import axes_between, device_groups, sizes_of
 
-MINUTE = 60  # seconds in which another process may still write a compiled program
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
@@ -124,9 +121,7 @@ def start_jax() -> None:
 
     Start every process with the same command. Raise UserError if their settings are incomplete or contradictory.
     """
-    compiled = cache_dir() / "compiled"
-    jax.config.update("jax_compilation_cache_dir", str(compiled))
-    remove_empty_programs(compiled)
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
     for library in ("absl", "asyncio"):  # their messages repeat the commands' own
@@ -155,15 +150,6 @@ def require_platform() -> None:
             f"{what}: JAX finds no such device ({first_line(error)}); install its plugin and driver "
             "(docs/get-started.md), or set JAX_PLATFORMS=cpu to use the CPU"
         ) from error
-
-
-def remove_empty_programs(folder: Path) -> None:
-    """Delete the compiled programs of 0 bytes, which a power cut leaves: JAX would warn of them at each start, and
-    never write them again (compare jax issue 39880)."""
-    for path in folder.glob("*"):
-        with suppress(OSError):  # another process was first
-            if not path.stat().st_size and time.time() - path.stat().st_mtime > MINUTE:
-                path.unlink()
 
 
 def describe_processes(mesh: Mesh) -> str:

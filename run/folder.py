@@ -57,6 +57,8 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         """Take the lock, or fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
         if the folder cannot be written."""
+        if "\\" in str(self.path.absolute()):  # tensorstore would write elsewhere
+            raise UserError(f"--run_dir={self.run_dir} cannot work: checkpoints need a path without a backslash")
         begin = partial(fetch_record, self.run_dir) if in_bucket(self.run_dir) else self._take
         on_first_process(lambda: _writing(self.run_dir, begin))
         return self

@@ -14,6 +14,7 @@ checkpoints are gone, and the batch that each step saw.
 import json
 import math
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -132,6 +133,16 @@ def local_path(run_dir: str | Path) -> Path:
         return Path(run_dir).expanduser()
     source = storage_path(run_dir)
     return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
+
+
+def other_writer(run_dir: str | Path) -> str:
+    """Return who took the lock of the run's folder after this process did, if anybody: some disks lock for each machine
+    alone (NFS with local_lock, Lustre with localflock)."""
+    lock = local_path(run_dir) / "lock"
+    if in_bucket(run_dir) or not lock.exists():
+        return ""
+    holder = lock.read_text().partition("\n")[0]
+    return "" if holder.startswith(f"process {os.getpid()} on {platform.node()},") else holder
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from run.checkpoint import (
     items_of,
     outside_event_loop,
 )
-from run.record import Events, local_path, scores, upload
+from run.record import Events, local_path, other_writer, scores, upload
 from training.state import TrainState
 
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
@@ -94,6 +94,8 @@ class Saver(Checkpoints):
         """
         if facts.get("run_id") and not on_first_process((local_path(self.run_dir) / "config.json").exists):
             raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
+        if holder := on_first_process(lambda: other_writer(self.run_dir)):
+            raise TrainingAborted(f"{self.run_dir} is being written to by another process, too ({holder})")
         if not all_finite(state.params):
             raise TrainingAborted("the parameters are not finite, so they are not saved; try a lower learning rate")
         facts = {"step": step, **facts, "time": time.time(), "versions": versions()}

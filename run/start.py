@@ -84,8 +84,7 @@ def open_folder(
     built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock
 ) -> tuple[RunStatus, Saver]:
     """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
-    `resume_step`. UserError if the folder holds another run, or if the hosts cannot train together. TrainingAborted if
-    the disk is full."""
+    `resume_step`. UserError if the folder or the hosts do not fit the run, TrainingAborted if the disk is full."""
     config = built.config
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))

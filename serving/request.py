@@ -16,7 +16,7 @@ from model.sampling import Sampling
 # Fields that change no answer, and values that ask for nothing: many clients send them with every request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
-NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"]}
+NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0}
 
 
 class Refused(HTTPException):
@@ -59,8 +59,9 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
             if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
                 texts = [part.get("text") for part in parts]
                 message["content"] = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        is_empty = lambda message: message.get("role") == "system" and message.get("content") in ("", None)
         try:
-            messages = messages_of(self.messages)
+            messages = messages_of([message for message in self.messages if not is_empty(message)])
         except ValueError as error:
             raise Refused(f"messages: {error}", "messages") from error
         if messages[-1]["role"] != "user":

@@ -1,7 +1,9 @@
 """OpenAI's chat completions API, and a page to chat on: python chat.py --run_dir=runs/chat --serve."""
 
 import asyncio
+import ipaddress
 import json
+import platform
 import signal
 import socket
 import time
@@ -15,11 +17,12 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
@@ -120,9 +123,20 @@ class Service:
         return JSONResponse({"slots": slots, "busy": min(outstanding, slots), "waiting": max(outstanding - slots, 0)})
 
     async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._facts()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._require_model(request.path_params["model"])
+        return JSONResponse(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
         facts = {"id": self.model, "object": "model", "created": 0, "owned_by": "tokensum"}
-        length = self.batcher.engine.capacity
-        return JSONResponse({"object": "list", "data": [facts | {"max_model_len": length}]})
+        return facts | {"max_model_len": self.batcher.engine.capacity}
+
+    def _require_model(self, model: str | None) -> None:
+        if model not in (None, self.model):
+            message = f"model: there is no {model!r} here; this server answers with {self.model!r}"
+            raise Refused(message, "model", 404, "model_not_found")
 
     async def chat(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -134,9 +148,7 @@ class Service:
             if len(body) > MOST_BYTES:
                 raise Refused(f"the request has more than {MOST_BYTES:,} bytes", status=413)
         asked = read_request(body)
-        if asked.model not in (None, self.model):
-            message = f"model: there is no {asked.model!r} here; this server answers with {self.model!r}"
-            raise Refused(message, "model", 404, "model_not_found")
+        self._require_model(asked.model)
         # In a thread: encoding a long text would stop all other answers.
         prompt = await asyncio.to_thread(asked.prompt, self.tokenizer, self.batcher.engine.capacity)
         job = Job(prompt, asked.sampling(self.sampling), asked.max_completion_tokens or asked.max_tokens)
@@ -202,17 +214,37 @@ async def refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": facts | {"message": message}}, error.status_code, error.headers)
 
 
-def make_server(service: Service) -> uvicorn.Server:
-    """Return a server, not yet started."""
+class KnownHosts:
+    """An ASGI application that answers 403 if the header `Host` is neither an address, nor this machine's name, nor
+    `given`. A page of another site can lead its own name here (DNS rebinding), and would read the answers."""
+
+    def __init__(self, app: ASGIApp, given: str):
+        self.app, self.known = app, {"", "localhost", platform.node().lower(), given.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host, app = Headers(scope=scope).get("host", ""), self.app
+        name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            if name.lower() not in self.known:
+                message = f"Host: {host} is not known here; use localhost, the machine's name or its address"
+                app = JSONResponse({"error": {"type": "invalid_request_error", "message": message}}, 403)
+        await app(scope, receive, send)
+
+
+def make_server(service: Service, host: str) -> uvicorn.Server:
+    """Return a server, not yet started, for requests to `host` or an address."""
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
         Route("/v1/models", service.models),
+        Route("/v1/models/{model:path}", service.one_model),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: refuse})
     quiet = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
+    return uvicorn.Server(uvicorn.Config(KnownHosts(app, host), timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -244,11 +276,17 @@ async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.soc
 
 
 def serve(
-    engine: Engine, tokenizer: TextTokenizer, model: str, sampling: Sampling, bound: socket.socket, queue: int
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    model: str,
+    sampling: Sampling,
+    bound: socket.socket,
+    host: str,
+    queue: int,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. `sampling`: the default of requests."""
+    """Serve until SIGTERM or Ctrl-C. `sampling`: the default of requests; `host`: the name that requests may use."""
     batcher = Batcher(engine, queue)
-    server = make_server(Service(batcher, tokenizer, model, sampling))
+    server = make_server(Service(batcher, tokenizer, model, sampling), host)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn calls it for both, and again at its end
     asyncio.run(run_server(server, batcher, bound))

@@ -160,6 +160,7 @@ def test_a_missing_config_file_is_refused_with_the_existing_ones_or_the_place_to
     [
         ("c.py", "x = 1", "must define get_config"),
         ("c.py", "def get_config(:", "SyntaxError"),
+        ("c.py", "import sys; sys.exit(0)", "SystemExit: 0"),  # it must not look like a complete run
         ("c.py", "import nonexistent_module", "ModuleNotFoundError.*nonexistent_module"),
         ("c.py", FINE + "def derive(config, given): return 1 / 0", "ZeroDivisionError"),
         ("c.py", FINE + "def derive(config, given): pass", r"must define derive\(\)"),

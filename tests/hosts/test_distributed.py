@@ -1,5 +1,6 @@
 """Test how the processes of a run find each other, exchange values, and end."""
 
+import platform
 import signal
 import subprocess
 import time
@@ -9,7 +10,7 @@ import pytest
 from jax._src import distributed
 
 from configs.schema import UserError
-from hosts.distributed import detected_processes, exchange, given_processes, join, local_gpus
+from hosts.distributed import detected_processes, exchange, given_processes, join, local_gpus, own_gpus
 from tests.hosts.processes import finish, start
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
@@ -74,40 +75,43 @@ def test_a_thread_that_still_saves_after_the_end_does_not_count_as_all_processes
 
 
 @pytest.mark.parametrize(
-    ("environ", "gpus", "own"),
+    ("environ", "gpus", "tasks", "own"),
     [
-        ({}, 0, None),
-        (SRUN, 8, [0, 1, 2, 3, 4, 5, 6, 7]),  # JAX alone would take one
-        (MPIRUN, 2, [1]),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"}, 8, [3]),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "5"}, 8, [0]),
-        (SRUN | {"JAX_LOCAL_DEVICE_IDS": "1"}, 8, None),
-        (MPIRUN | {"JAX_PLATFORMS": "cpu"}, 1, None),
-        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, [0]),
+        ({}, 0, 2, []),
+        ({}, 8, 1, [0, 1, 2, 3, 4, 5, 6, 7]),  # under SLURM, JAX alone would take one
+        ({}, 8, 8, [3]),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 8, 4, [0]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, 4, [0]),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 8, 1, [0, 1]),
+        ({"JAX_LOCAL_DEVICE_IDS": "1"}, 8, 4, []),
+        ({"JAX_PLATFORMS": "cpu"}, 1, 4, []),
+        ({}, 4, 8, "8 tasks of .* see 4 GPUs"),
+        ({}, 8, 4, "4 tasks of .* see 8 GPUs"),
+        ({}, 1, 4, "4 tasks of .* see 1 GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1, 1, "MIG-a,MIG-b: CUDA gives a process one MIG device"),
     ],
 )
-def test_a_task_takes_all_gpus_of_its_machine_or_one(environ, gpus, own):
-    assert local_gpus(environ, gpus) == own
+def test_a_task_takes_all_gpus_that_it_sees_alone_or_one_or_is_refused(environ, gpus, tasks, own):
+    if isinstance(own, list):
+        assert local_gpus(environ, gpus, tasks, 3) == own
+    else:
+        with pytest.raises(UserError, match=own):
+            local_gpus(environ, gpus, tasks, 3)
 
 
-@pytest.mark.parametrize(
-    ("environ", "gpus", "says"),
-    [
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 4, "8 tasks of this machine see 4 GPUs"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 8, "2 tasks of this machine see 8 GPUs"),
-        (MPIRUN, 1, "2 tasks of this machine see 1 GPUs"),
-        (MPIRUN | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1, "MIG-a,MIG-b: CUDA gives a process one MIG device"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2"}, 4, "SLURM_STEP_TASKS_PER_NODE=4\\(x2"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4, "SLURM_NODEID=1"),
-    ],
-)
-def test_tasks_that_do_not_fit_the_gpus_are_refused(environ, gpus, says):
-    with pytest.raises(UserError, match=says):
-        local_gpus(environ, gpus)
+def test_tasks_of_one_machine_that_see_the_same_gpus_share_them(monkeypatch):
+    node = platform.node()
+    others = [f"{node} 0,1", "elsewhere 0,1", f"{node} 2,3", f"{node} 0,1", "elsewhere 0,1"]
+    monkeypatch.setattr("hosts.distributed.exchange", lambda what, value: others if value == others[3] else [value])
+    monkeypatch.setattr(distributed.global_state, "process_id", 3)
+    monkeypatch.setattr("hosts.distributed.local_gpus", lambda environ, gpus, tasks, local: [gpus, tasks, local])
+    monkeypatch.setattr("hosts.distributed.on_every_process", lambda what, function: function())
+    assert own_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == [4, 2, 1]
 
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 import hosts.distributed
 hosts.distributed.HEARTBEAT_SECONDS = 10
 import jax
@@ -196,13 +200,14 @@ def test_a_process_that_ends_alone_ends_the_other(end):
 
 
 @pytest.mark.medium
-def test_a_second_ctrl_c_of_one_process_ends_all_with_130():
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_second_ctrl_c_or_hangup_of_one_process_ends_all_with_one_code(sign, code):
     processes = begin("steps")
     assert processes[1].stdout.readline() == "step 5\n"
     for _ in range(2):
-        processes[1].send_signal(signal.SIGINT)
+        processes[1].send_signal(sign)
         time.sleep(0.01)
-    finish(processes, 130)
+    finish(processes, code)
 
 
 @pytest.mark.medium

@@ -19,7 +19,6 @@ from configs.retry import StorageLost
 from configs.schema import UserError
 from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
-    remove_empty_programs,
     report_unless_loop_is_closed,
     require_platform,
     run_command,
@@ -182,12 +181,3 @@ def test_writes_left_by_a_failed_save_print_no_traceback(monkeypatch):
     for text in ("Event loop is closed", "another"):
         report_unless_loop_is_closed(SimpleNamespace(exc_value=RuntimeError(text)))
     assert [str(call.args[0].exc_value) for call in printed.call_args_list] == ["another"]
-
-
-def test_an_empty_compiled_program_is_deleted_unless_it_may_be_being_written(tmp_path):
-    for name, content in (("left", b""), ("whole", b"x"), ("new", b"")):
-        (tmp_path / name).write_bytes(content)
-        os.utime(tmp_path / name, None if name == "new" else (1, 1))
-    remove_empty_programs(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"whole", "new"}
-    remove_empty_programs(tmp_path / "none")

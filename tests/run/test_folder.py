@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -26,7 +27,9 @@ from run import folder as run_folder
 from run.folder import RunLock
 from run.record import Events
 from run.saved_run import load_run
+from run.saver import Saver
 from tests.helpers import tiny_config
+from tests.run.test_checkpoint import KEEP_ALL, saved, state_on
 
 FREE = {
     *("name", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
@@ -174,6 +177,16 @@ def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config)
     with pytest.raises(UserError, match="seed: 0 -> 7"):
         open_run(replace(config, seed=7), "print", False)
     assert sorted(path.name for path in folder.iterdir()) == kept
+
+
+def test_a_path_with_a_backslash_is_refused_and_every_other_printable_character_works(tmp_path):
+    """Tensorstore takes a backslash for a slash."""
+    run_dir = tmp_path / "".join(c for c in string.printable if c not in "/\\")
+    with RunLock(run_dir):
+        saved(run_dir)
+    assert Saver(run_dir, KEEP_ALL).restore_newest(state_on(1)[1])
+    with pytest.raises(UserError, match="without a backslash"), RunLock(tmp_path / "a\\b"):
+        pass
 
 
 def test_a_mistake_that_is_found_after_the_first_step_deletes_no_record(config):

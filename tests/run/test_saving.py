@@ -7,6 +7,7 @@ import pytest
 from configs.schema import CheckpointConfig
 from hosts.runtime import TrainingAborted
 from run import saver
+from run.folder import RunLock
 from run.saver import Saver
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, close, state_on
 
@@ -90,3 +91,14 @@ def test_the_end_saves_a_last_step_whose_save_never_began(tmp_path):
     checkpoints.save_last(40, STATE, FACTS)
     close(checkpoints)
     assert checkpoints.steps == [40]
+
+
+def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
+    """Some disks let every machine have the lock."""
+    with RunLock(tmp_path):
+        checkpoints = Saver(tmp_path, CheckpointConfig())
+        checkpoints.save(10, STATE, FACTS)
+        (tmp_path / "lock").write_text("process 7 on gpu-3, since then\nanother boot")
+        with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
+            checkpoints.save(20, STATE, FACTS)
+    assert checkpoints.pending.facts["step"] == 10

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -100,7 +101,10 @@ def endless(prompt: list[int]) -> Iterator[int]:
 def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
     """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
     batcher = Batcher(engine, queue)
-    server, bound = make_server(Service(batcher, TOKENIZER, "tiny", Sampling(top_k=40))), listener("127.0.0.1", 0)
+    server, bound = (
+        make_server(Service(batcher, TOKENIZER, "tiny", Sampling(top_k=40)), "mine"),
+        listener("127.0.0.1", 0),
+    )
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
         wait_until(lambda: server.started)
@@ -147,9 +151,11 @@ def load(client: openai.OpenAI) -> tuple[int, int]:
 def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
     text, call = "naïve 😀 <b>text</b>", ("<|python_start|>", "2+2", "<|python_end|>", "<|output_start|>", "4")
     with served(FakeEngine(lambda prompt: spell(text, *call))) as client:
-        answer = ask(client, user="someone", frequency_penalty=0, stop=None)
+        answer = ask(client, user="someone", frequency_penalty=0, stop=None, top_logprobs=0)
         *parts, counts = ask(client, stream=True, stream_options={"include_usage": True})
-        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+        with pytest.raises(openai.NotFoundError, match="this server answers with 'tiny'"):
+            client.models.retrieve("owner/other")
     assert answer.choices[0].message.content == "".join(texts(parts)) == text + "`2+2` = `4"
     assert "😀" in texts(parts) and len(parts) > len(text)  # a character of four tokens arrives complete
     assert answer.choices[0].finish_reason == parts[-1].choices[0].finish_reason == "stop"
@@ -165,10 +171,12 @@ def test_the_engine_s_options_follow_from_the_request():
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     with served(engine) as client:
         client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
+        client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": ""}, *HELLO], seed=5)
         cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
     four = TOKENIZER.decode(spell("many words")[:4])
     assert [(choice.message.content, choice.finish_reason) for choice in cut] == [(four, "length")] * 2
-    (tokens, sampling), (_, one), (_, other) = engine.begun
+    (tokens, sampling), (plain, _), (_, one), (_, other) = engine.begun
+    assert plain == render(TOKENIZER, messages_of(HELLO), ask=True)
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
     assert sampling == (0.5, 40, 0.9, 5) and one[:3] == (0.8, 40, 1.0) and one.seed != other.seed
 
@@ -280,6 +288,15 @@ def test_an_invalid_request_gets_an_error_in_openai_s_form(refusing, body, param
     status, answer = fetch(refusing, "chat/completions", body)
     assert status == {"model": 404, None: 413 if "bytes" in words else 400}.get(param, 400)
     assert words in answer["error"]["message"] and answer["error"]["param"] == param
+
+
+def test_only_requests_for_this_machine_are_answered(refusing):
+    foreign = ["evil.example", "evil.example:80", "127.0.0.1.evil.example"]
+    for host in [*foreign, "localhost:8000", "192.168.0.7:8000", "[::1]:8000", "MINE:8000", platform.node()]:
+        request = urllib.request.Request(str(refusing.base_url.join("models")), headers={"Host": host})
+        refused = pytest.raises(urllib.error.HTTPError, match="403") if host in foreign else nullcontext()
+        with refused:
+            assert urllib.request.urlopen(request).status == 200
 
 
 def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
