@@ -151,17 +151,15 @@ def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) 
 
 def holds_run(path: str) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
-    if "://" in path and not in_bucket(path):
-        return False
     with reading(path):
-        return with_retries(path, (storage_path(path) / "config.json").exists)
+        is_known = in_bucket(path) or "://" not in path
+        return is_known and with_retries(path, (storage_path(path) / "config.json").exists)
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
-    is_run = holds_run(path)
-    if is_run:
+    if is_run := holds_run(path):
         config = record_of(path)[1]
     elif "://" in path or Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)

@@ -57,8 +57,8 @@ class Arguments:
     out: FilePath = ""
     """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
     trial: NotNegative[int] = 0
-    """Steps of a short run, at least 16; that for the noise scale has twice as many. 0: 1% of the run's steps, and at
-    least twice the warmup's. Rates are not tried if that takes more than half of the run's steps."""
+    """Steps of a short run, at least 16 (for the noise scale twice as many). 0: 1% of the run's, at least two warmups.
+    Rates are not tried if their trials take more than half of the run's steps."""
 
 
 @dataclass(frozen=True)
@@ -323,8 +323,7 @@ def new_axes(**labels: str) -> tuple[Any, Any]:
 
 def draw_micro_batch(points: list[Point], chosen: Point, path: Path) -> None:
     """Draw speed against memory."""
-    title = "micro-batch: labels are rows, the red ring is chosen"
-    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title=title)
+    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title="labels are rows, the red ring is chosen")
     best = frontier(points)
     axes.plot([point.memory / GIB for point in best], [point.speed for point in best], color="grey", label="frontier")
     for remat, style in zip(REMATS, ("oC0", "sC1", "^C2")):
