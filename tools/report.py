@@ -26,7 +26,7 @@ AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
-SMALL_SHARE = 0.05  # axes of shares that are mostly near 0 show this much at least: microseconds do not look large
+SMALL_SHARE = 0.05  # of waiting, which the axis shows at least: microseconds do not look large
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ PLOTS = (
     Plot("noise", "Gradient noise scale, its interval and the batch", "tokens", NOISE, log=True),
     Plot("coherence", "Coherence of micro-batches", "cosine", {"cosine": "diagnostics.coherence_running"}),
     Plot("ratios", "Update over parameter", "ratio of norms", {"": f"{GROUPS}.update_ratio"}, log=True),
-    Plot("updates", "Norms of updates", "norm", {"": f"{GROUPS}.update_norm"}, log=True),
     Plot("snr", "Optimizer's signal over noise", "ratio", {"": f"{GROUPS}.snr"}, log=True),
-    Plot("unchanged", "Parameters unchanged by a step", "share", {"": f"{GROUPS}.unchanged_share"}),
     Plot("speed", "Throughput", "tokens a second", {"tokens": "tokens_per_second"}),
     Plot("mfu", "MFU", "share of the devices' peak", {"MFU": "mfu"}),
     Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
@@ -209,9 +207,9 @@ def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
     y = {**line, "title": {"text": plot.unit, "standoff": 4}, "type": "log" if plot.log else "linear"}
     y["exponentformat"] = "power" if plot.log else "SI"
     y["dtick"] = log_tick(lines) if plot.log else None
-    if plot.id in ("speed", "mfu", "waiting", "memory", "unchanged"):  # small changes do not look large
+    if plot.id in ("speed", "mfu", "waiting", "memory"):  # small changes do not look large
         y["rangemode"] = "tozero"
-    if plot.id in ("waiting", "unchanged"):
+    if plot.id == "waiting":
         y["autorangeoptions"] = {"include": SMALL_SHARE}
     return {
         "margin": {"l": 68, "r": 12, "t": 8, "b": 44},

@@ -42,8 +42,7 @@ UNITS = 8  # the fewest gradients of a step, micro-batches x replicas, that the 
 WINDOWS = (1 / 3, 2 / 3, 1.0)  # shares of the noise run's steps; the noise scale is of the later half before each
 MOST_WASTE = 0.2  # more tokens that a larger batch may need
 FACTORS, SEEDS = (0.5, 1.0, 2.0), 3
-MOST_OF_RUN = 0.5  # share of the run's steps that the trials of rates may take together
-LEAST_STEPS = 16  # of a trial
+MOST_OF_RUN, LEAST_STEPS = 0.5, 16  # share of the run's steps for all trials of rates; steps of a trial
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than")  # in the log of a run
 # Options of every short run. They change no loss.
 SHORT = MEASURED | {"eval.prompts": (), "eval.every_steps": 10**9}

@@ -102,7 +102,7 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
-    assert len(plots) == 6 and all(report.traces(plot, [read]) for plot in plots)
+    assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)
 
 
 def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
