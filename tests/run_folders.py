@@ -89,5 +89,4 @@ def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
             | {"snr": 0.3 + 0.1 * i, "unchanged_share": 0.25 if group == "embed" else 0.001, "noise_scale": noise}
             for i, group in enumerate(GROUPS)
         },
-        "blocks": {str(i): norms | {"gradient_norm": (i + 1) / step, "update_norm": 0.02 * (i + 1)} for i in range(12)},
     }

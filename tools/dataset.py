@@ -31,8 +31,7 @@ class Arguments:
     """Options of this command."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A dataset folder, here or at a URL, or a run's folder, here or at gs://, whose text, seed, packing and sizes are
-    then used."""
+    """A dataset's folder, here or at a URL; or a run's, here or at gs://, whose text, seed, packing and sizes apply."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Show the batch of this step (the first is 0). For a run: the step's actual batch."""
     rows: Positive[int] = 4
@@ -103,7 +102,7 @@ def describe(dataset: Dataset, place: str, length: int) -> str:
         )
     for packing in ("whole",) if dataset.conversations else ("stream", "best_fit"):
         rows, padding, cut = pack(dataset, train, packing, length)
-        facts = f"{padding:.3%} padding, {cut:.1%} of the documents that fit a row are cut"
+        facts = f"{padding:.3%} padding, {cut:.1%} of documents that fit are cut"
         lines.append(f"{packing:8}  {rows:,} rows of {length} tokens: {facts}")
     return "\n".join(lines)
 
@@ -151,17 +150,15 @@ def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) 
 
 def holds_run(path: str) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
-    if "://" in path and not in_bucket(path):
-        return False
+    file = storage_path(path) / "config.json"
     with reading(path):
-        return with_retries(path, (storage_path(path) / "config.json").exists)
+        return (in_bucket(path) or "://" not in path) and with_retries(path, file.exists)
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
-    is_run = holds_run(path)
-    if is_run:
+    if is_run := holds_run(path):
         config = record_of(path)[1]
     elif "://" in path or Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)

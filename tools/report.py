@@ -1,6 +1,6 @@
 """Write a self-contained HTML page with plots of one or more runs: python -m tools.report RUN [RUN...].
 
-It needs only config.json, metrics.jsonl, events.jsonl and summary.json of each run, and does not start JAX. The page
+It needs only config.json, metrics.jsonl and summary.json of each run, and does not start JAX. The page
 includes plotly's script, so it opens without a network.
 """
 
@@ -20,13 +20,13 @@ from plotly.offline import get_plotlyjs
 from configs.command_line import Exit, config_from_json, exit_code_of, parse_arguments
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, UserError, options
-from run.record import Events, fetch_locally, read_metrics, storage_path
+from run.record import fetch_locally, read_metrics, storage_path
 
 AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
-SMALL_SHARE = 0.05  # axes of shares that are mostly near 0 show this much at least: microseconds do not look large
+SMALL_SHARE = 0.05  # of waiting, which the axis shows at least: microseconds do not look large
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class Run:
     """config.json: `config`, `versions`, `devices`, `dataset`, `changes`."""
     lines: list[dict]
     """Lines of metrics.jsonl, sorted by step."""
-    events: list[dict]
     summary: dict[str, Any]
     """Empty if the run is not complete."""
 
@@ -106,9 +105,7 @@ PLOTS = (
     Plot("noise", "Gradient noise scale, its interval and the batch", "tokens", NOISE, log=True),
     Plot("coherence", "Coherence of micro-batches", "cosine", {"cosine": "diagnostics.coherence_running"}),
     Plot("ratios", "Update over parameter", "ratio of norms", {"": f"{GROUPS}.update_ratio"}, log=True),
-    Plot("updates", "Norms of updates", "norm", {"": f"{GROUPS}.update_norm"}, log=True),
     Plot("snr", "Optimizer's signal over noise", "ratio", {"": f"{GROUPS}.snr"}, log=True),
-    Plot("unchanged", "Parameters unchanged by a step", "share", {"": f"{GROUPS}.unchanged_share"}),
     Plot("speed", "Throughput", "tokens a second", {"tokens": "tokens_per_second"}),
     Plot("mfu", "MFU", "share of the devices' peak", {"MFU": "mfu"}),
     Plot("waiting", "Waiting for data", "share of the time", {"share": "data_wait"}),
@@ -141,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
     summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else {}
-    return Run(config.name, given, options(config), record, lines, Events(folder).read(), summary)
+    return Run(config.name, given, options(config), record, lines, summary)
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -209,11 +206,10 @@ def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
     line = {"gridcolor": "#e8e8e8", "linecolor": "#999999", "zeroline": False}
     y = {**line, "title": {"text": plot.unit, "standoff": 4}, "type": "log" if plot.log else "linear"}
     y["exponentformat"] = "power" if plot.log else "SI"
-    if plot.log:
-        y["dtick"] = log_tick(lines)
-    if plot.id in ("speed", "mfu", "waiting", "memory", "unchanged"):  # small changes do not look large
+    y["dtick"] = log_tick(lines) if plot.log else None
+    if plot.id in ("speed", "mfu", "waiting", "memory"):  # small changes do not look large
         y["rangemode"] = "tozero"
-    if plot.id in ("waiting", "unchanged"):
+    if plot.id == "waiting":
         y["autorangeoptions"] = {"include": SMALL_SHARE}
     return {
         "margin": {"l": 68, "r": 12, "t": 8, "b": 44},
@@ -222,7 +218,6 @@ def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
         "xaxis": line,
         "yaxis": y,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        "showlegend": True,
     }
 
 
@@ -236,9 +231,7 @@ def as_text(value: Any) -> str:
 def facts(run: Run) -> dict[str, str]:
     """Return a run's results and machine, by name."""
     last_step = max((line["step"] for line in run.lines), default=0)
-    stops = [event for event in run.events if event["event"] == "stop"]
     shown = {"steps": f"{last_step:,} of {run.options['steps']:,}"}
-    shown |= {"exit code": as_text(int(stops[-1]["code"]))} if stops else {}
     shown |= {name: as_text(values[-1]) for name in MEASURED if (values := run.course(name).values)}
     shown |= {f"seconds: {name}": as_text(value) for name, value in run.summary.get("seconds_by_activity", {}).items()}
     listed = {"devices": run.record["devices"], "versions": run.record["versions"]}

@@ -42,8 +42,7 @@ UNITS = 8  # the fewest gradients of a step, micro-batches x replicas, that the 
 WINDOWS = (1 / 3, 2 / 3, 1.0)  # shares of the noise run's steps; the noise scale is of the later half before each
 MOST_WASTE = 0.2  # more tokens that a larger batch may need
 FACTORS, SEEDS = (0.5, 1.0, 2.0), 3
-MOST_OF_RUN = 0.5  # share of the run's steps that the trials of rates may take together
-LEAST_STEPS = 16  # of a trial
+MOST_OF_RUN, LEAST_STEPS = 0.5, 16  # share of the run's steps for all trials of rates; steps of a trial
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than")  # in the log of a run
 # Options of every short run. They change no loss.
 SHORT = MEASURED | {"eval.prompts": (), "eval.every_steps": 10**9}
@@ -57,8 +56,8 @@ class Arguments:
     out: FilePath = ""
     """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
     trial: NotNegative[int] = 0
-    """Steps of a short run, at least 16; that for the noise scale has twice as many. 0: 1% of the run's steps, and at
-    least twice the warmup's. Rates are not tried if that takes more than half of the run's steps."""
+    """Steps of a short run, at least 16 (for the noise scale twice as many). 0: 1% of the run's, at least two warmups.
+    Rates are not tried if their trials take more than half of the run's steps."""
 
 
 @dataclass(frozen=True)
@@ -323,8 +322,7 @@ def new_axes(**labels: str) -> tuple[Any, Any]:
 
 def draw_micro_batch(points: list[Point], chosen: Point, path: Path) -> None:
     """Draw speed against memory."""
-    title = "micro-batch: labels are rows, the red ring is chosen"
-    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title=title)
+    figure, axes = new_axes(xlabel="GiB", ylabel="tokens/s", title="labels are rows, the red ring is chosen")
     best = frontier(points)
     axes.plot([point.memory / GIB for point in best], [point.speed for point in best], color="grey", label="frontier")
     for remat, style in zip(REMATS, ("oC0", "sC1", "^C2")):

@@ -102,7 +102,7 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
-    assert len(plots) == 6 and all(report.traces(plot, [read]) for plot in plots)
+    assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)
 
 
 def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
@@ -116,7 +116,7 @@ def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_
     assert read.course("grad_norms", "embed").steps == read.course("loss").steps == list(range(10, 401, 10))
     assert read.names("grad_norms") == ["embed", "lm_head", "matrices"] and read.names("nothing") == []
     shown = report.facts(read)
-    assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5" and shown["exit code"] == "0"
+    assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5"
 
 
 def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):

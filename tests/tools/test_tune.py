@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from configs.command_line import load_config, parse
-from configs.schema import UserError, with_options
+from configs.schema import with_options
 from run.diagnosis import NoiseScale
 from tests.test_train import write_folder
 from tools import tune
@@ -26,21 +26,18 @@ def test_the_micro_batch_is_the_least_memory_that_is_nearly_as_fast_as_the_faste
 
 
 def test_no_label_of_a_picture_leaves_its_frame(monkeypatch, tmp_path):
-    """The chosen micro-batch has a mark of its own, whatever its `remat`."""
     drawn = []
-    monkeypatch.setattr(tune, "write_picture", lambda path, figure: drawn.append(figure))
+    monkeypatch.setattr(tune, "write_picture", lambda path, figure: drawn.append(figure.axes[0]))
     tune.draw_micro_batch([FAST, WORSE, NEARLY, SLOW], NEARLY, tmp_path)
     tune.draw_rates({0.5: [3.1] * 3, 1.0: [3.0] * 3, 2.0: [3.1] * 3}, tmp_path)
-    micro_batch, rates = (figure.axes[0] for figure in drawn)
-    for axes in (micro_batch, rates):
-        axes.figure.draw_without_rendering()
-        frame = axes.get_window_extent()
-        assert all(frame.contains(*text.get_window_extent().max) for text in axes.texts)
-    assert len(micro_batch.texts) == 4
+    micro_batch, rates = drawn
+    micro_batch.figure.draw_without_rendering()
+    frame = micro_batch.get_window_extent()
+    assert [frame.contains(*text.get_window_extent().max) for text in micro_batch.texts] == [True] * 4
     (ring,) = [line for line in micro_batch.lines if line.get_fillstyle() == "none"]
-    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (NEARLY.memory / tune.GIB, NEARLY.speed)
-    ticks = [tick for tick in rates.get_xticklabels(which="both") if tick.get_text()]
-    assert [tick.get_text() for tick in ticks] == ["0.5", "1", "2"]  # none for 6 x 10^-1
+    assert ring.get_xydata().tolist() == [[NEARLY.memory / tune.GIB, NEARLY.speed]]
+    ticks = [tick.get_text() for tick in rates.get_xticklabels(which="both")]
+    assert ticks == ["0.5", "1", "2"]  # none for 6 x 10^-1
 
 
 @pytest.mark.parametrize(
@@ -151,13 +148,13 @@ def test_each_question_trains_with_its_options_and_the_answers_are_options(train
     assert {path.name for path in Path("out").glob("*.png")} == {"micro-batch.png", "batch.png", "rate.png"}
 
 
-def test_trials_of_rates_take_at_most_half_of_the_run(trained, capsys):
-    start(steps=1148)  # 287 of the larger batch; nine trials of 16 steps are 144
-    assert len(trained.configs) == 10 and not Path("out/rate.png").exists()
-    printed = capsys.readouterr().out
-    assert "144 steps, more than 50% of the run's 287" in printed
-    start(steps=1152)
-    assert len(trained.configs) == 19
+def test_trials_of_rates_take_at_most_half_of_the_run(trained):
+    runs = lambda steps: Runs(with_options(load_config("tiny.py")[0], {"steps": steps}), "tiny.py", Path("out"), 1, "")
+    assert "144 steps, more than 50% of the run's 287" in tune.choose_rates(runs(287), {}, 16)[1]
+    assert not trained.configs
+    trained.interrupted_at = 1
+    with pytest.raises(KeyboardInterrupt):
+        tune.choose_rates(runs(288), {}, 16)
 
 
 @pytest.mark.medium
@@ -197,13 +194,6 @@ def test_a_run_that_ends_badly_does_not_fit_or_ends_the_command(
     with pytest.raises(SystemExit) as end:
         tune.run_train([], tmp_path / "out" / "log", may_fail)
     assert end.value.code == expected and str(tmp_path / "out" / "log") in capsys.readouterr().err
-
-
-def test_a_run_without_steps_is_refused(trained, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tune", "--config=tiny.py", "--epochs=2"])
-    with pytest.raises(UserError, match="--steps"):
-        tune.main()
-    assert not trained.configs
 
 
 @pytest.mark.medium
