@@ -8,6 +8,7 @@ import pytest
 from bench import throughput
 
 
+@pytest.mark.medium
 def test_it_prints_one_json_line(monkeypatch, capsys):
     """Count the rows of a micro-batch per replica: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"

@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.medium
 def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     record = json.loads(Path("chat/config.json").read_text())["config"]

@@ -44,6 +44,7 @@ def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: i
     return stored * data / promised
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [plain.of_depth(12), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
     """Take depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""

@@ -7,12 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import MatricesConfig, MeshConfig, MuonConfig, with_options
-from model.gpt import parameter_shapes
+from configs.schema import MeshConfig, with_options
 from tests import reference
-from tests.helpers import ALL_FEATURES, OPTIMIZER, built_on, distance, random_rows, run_steps, start_params, tiny_config
-from training.build import build
-from training.optimizer import path_name
+from tests.helpers import ALL_FEATURES, built_on, distance, random_rows, run_steps, start_params, tiny_config
 
 
 def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
@@ -64,15 +61,12 @@ def on_mesh(config, rows_per_device: int, sizes: tuple):
 
 
 ONE = (1, 1, 1)
-# No weight decay: rounding can decide whether an element decays, where its update is almost 0. Another machine rounds
-# otherwise, and one element of 4,096 that decays on one mesh alone makes a distance of 1.5e-6.
-MUON = replace(OPTIMIZER, matrices=MatricesConfig(0.01, kind="muon"), muon=MuonConfig(weight_decay=0))
 
 
 def test_every_split_and_mesh_gives_the_reference_update():
-    """Take four consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
+    """Take four consecutive steps in float32: K = 1, 4, 16 on one device, K = 2 on eight."""
     config = tiny_config()
-    others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (2, (8, 1, 1)), (1, (8, 1, 1)))]
+    others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (1, (8, 1, 1)))]
     assert_same_steps(config, others, reference.train)
 
 
@@ -105,12 +99,11 @@ def packed_and_apart(seed: int) -> tuple[dict, dict]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("sizes", "devices"), [((1, 1, 1), 1), ((2, 2, 2), 8)])
-def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, devices):
+def test_documents_side_by_side_give_the_update_of_documents_apart():
     config, separate = tiny_config(rows=8, rows_per_device=2, kv_heads=4), tiny_config(rows=16, kv_heads=4)
     packed, apart = zip(*(packed_and_apart(step) for step in range(3)))
     expected, expected_metrics = run_steps(separate, list(apart))
-    params, metrics = run_steps(replace(config, mesh=MeshConfig(*sizes)), list(packed), devices)
+    params, metrics = run_steps(replace(config, mesh=MeshConfig(2, 2, 2)), list(packed), 8)
     assert distance(params, expected) < 1e-6
     for ours, theirs in zip(metrics, expected_metrics, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
@@ -123,17 +116,3 @@ def test_all_features_give_the_reference_update_for_every_split_and_mesh():
     """With four devices along `tensor` two share a key head: each computes a part, and its gradient is summed once."""
     config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 3})
     assert_same_steps(config, [on_mesh(config, *size) for size in ALL_FEATURES_ON], reference.train)
-
-
-@pytest.mark.medium
-def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
-    """Use width 32 and three blocks over `data` = 3. Most of the state is padded, for Muon and for AdamW."""
-    config = tiny_config(rows=12, heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
-    config = replace(config, optimizer=MUON)
-    divided, devices = on_mesh(config, 1, (3, 2, 1))
-    abstract = build(divided, jax.devices()[:devices]).abstract_state
-    shapes = parameter_shapes(config.model)
-    stored = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract.params)}
-    assert sum(stored[name] != shape for name, shape in shapes.items()) > len(shapes) / 2
-    rows = [random_rows(config, step, weights("lengths", 12, 16, step)) for step in range(3)]
-    assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
