@@ -76,7 +76,7 @@ class MetricsLog:
         wandb = partial(Wandb, config) if config.log.wandb else None
         self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
         lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
-        self.diagnosis = Diagnosis((line for line in lines if line["step"] <= start.step), config.optimizer)
+        self.diagnosis = Diagnosis(line for line in lines if line["step"] <= start.step)
         self.bar = tqdm(
             total=config.steps,
             initial=start.step,
@@ -131,7 +131,7 @@ class MetricsLog:
         if step == self.start_step + 1:
             self._report_first_step(step)
         if "diagnostics" in values:
-            measured = self.diagnosis.line(values.pop("diagnostics"), values["valid_tokens"])
+            measured = self.diagnosis.line(values.pop("diagnostics"))
             self.write(step, {"diagnostics": measured})
         if not values["valid_tokens"]:
             values["loss"] = math.nan  # 0 / 0: the step has no loss

@@ -95,10 +95,10 @@ class Plot(NamedTuple):
 
 GROUPS = "diagnostics.groups.*"
 NOISE = {"batch": "valid_tokens", "noise scale": "diagnostics.noise_scale", "low": "diagnostics.noise_scale_low"}
-NOISE |= {"high": "diagnostics.noise_scale_high", "from AdamW's moments": "diagnostics.noise_scale_moments"}
+NOISE |= {"high": "diagnostics.noise_scale_high"}
 PLOTS = (
     Plot("loss", "Loss", "nats a token", {"training": "loss", "validation": "val_loss"}),
-    Plot("bits", "Validation", "bits per byte", {"parameters": "val_bpb"}),
+    Plot("bits", "Validation", "bits per byte", {"all": "val_bpb", "": "val_bpb_of.*"}),
     Plot("gradients", "Norms of gradients before the clip", "norm", {"all": "grad_norm", "": "grad_norms.*"}, log=True),
     Plot("rates", "Learning rates", "rate", {"": "learning_rate.*"}, log=True),
     Plot("epochs", "Epochs of each source", "passes over the text", {"": "epochs.*"}),

@@ -92,7 +92,6 @@ def measure(leaves: Leaves, state: TrainState, sums: StepSums, update: Update) -
         "clipped": (update.clip < 1).astype(jnp.float32),
         "groups": groups | {"unchanged_share": shares, "snr": signal_over_noise(opt_state, clipped)},
         "blocks": norms(leaves.blocks),
-        "moments": moment_sums(opt_state),
     }
 
 
@@ -142,23 +141,14 @@ def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]
     its size is the norm of this step's gradient, from `gradient_norms` (after the clip). The ratio is near 1 if
     gradients agree from step to step, and near sqrt((1 - beta1) / (1 + beta1)) if they are noise; beta1 is Muon's
     momentum."""
-    sums = moment_sums(opt_state)
-    snr = {name: jnp.sqrt(first / jnp.maximum(sums["second"][name], 1e-30)) for name, first in sums["first"].items()}
+    snr = {}
+    for name, state in _states_of(AdamState, opt_state):
+        first, second = sum(map(square_sum, jax.tree.leaves(state.mu))), sum(map(jnp.sum, jax.tree.leaves(state.nu)))
+        snr[name] = jnp.sqrt(first / jnp.maximum(second, 1e-30))
     for name, state in _states_of(MuonState, opt_state):
         norm = jnp.sqrt(sum(map(square_sum, jax.tree.leaves(state.mu))))
         snr[name] = norm / jnp.maximum(gradient_norms[name], 1e-30)
     return snr
-
-
-def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
-    """Return sums of the `first` moments' squares, the `second` moments and both's weights, by groups of AdamW."""
-    states = dict(_states_of(AdamState, opt_state))
-    return {
-        "first": {name: sum(map(square_sum, jax.tree.leaves(state.mu))) for name, state in states.items()},
-        "second": {name: sum(map(jnp.sum, jax.tree.leaves(state.nu))) for name, state in states.items()},
-        "first_weight": {name: state.mu_weight for name, state in states.items()},
-        "second_weight": {name: state.nu_weight for name, state in states.items()},
-    }
 
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:

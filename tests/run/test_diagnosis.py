@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from configs.schema import GroupConfig, OptimizerConfig
-from run.diagnosis import BLOCKS, WINDOW, Diagnosis, T, from_moments, noise_scale
+from run.diagnosis import BLOCKS, WINDOW, Diagnosis, T, noise_scale
 
 
 def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,23 +34,20 @@ def test_the_quantile_is_student_s():
     assert pytest.approx(stdtrit(BLOCKS - 1, 0.975), rel=1e-14) == T
 
 
-MOMENTS = {name: {"embed": of} for name, of in zip(("first", "second", "first_weight", "second_weight"), (2, 3, 1, 1))}
-
-
 def measured(signal: float, noise: float) -> dict:
     quantities = {"gradient_norm": {"embed": 1.0, "matrices": 2.0}, "update_norm": {"embed": 0.1}}
     both = {"signal": {"embed": signal / 2, "all": signal}, "noise": {"embed": noise / 4, "all": noise}}
-    both |= {"coherence_running": 0.5, "clipped": 1.0, "moments": MOMENTS}
+    both |= {"coherence_running": 0.5, "clipped": 1.0}
     return both | {"groups": quantities, "blocks": {"gradient_norm": {"0": 2.0}}}
 
 
 def test_a_resumed_run_has_the_window_that_it_had():
     signals, noises = course(2.0, 1000.0, WINDOW + 20, 0.3)
-    diagnosis, lines = Diagnosis([], OptimizerConfig()), []
+    diagnosis, lines = Diagnosis(), []
     for step, values in enumerate(zip(signals, noises)):
-        lines.append({"step": step, "diagnostics": diagnosis.line(measured(*values), 100)})
-    continued = Diagnosis(lines[:-1], OptimizerConfig()).line(measured(signals[-1], noises[-1]), 100)
-    assert continued == lines[-1]["diagnostics"] and not any("moments" in name for name in continued)
+        lines.append({"step": step, "diagnostics": diagnosis.line(measured(*values))})
+    continued = Diagnosis(lines[:-1]).line(measured(signals[-1], noises[-1]))
+    assert continued == lines[-1]["diagnostics"]
     assert continued["noise_scale"] == pytest.approx(np.mean(noises[-WINDOW:]) / np.mean(signals[-WINDOW:]))
     assert continued["groups"]["embed"]["noise_scale"] == pytest.approx(continued["noise_scale"] / 2)
     assert continued["groups"]["embed"]["update_norm"] == 0.1 and continued["blocks"] == {"0": {"gradient_norm": 2.0}}
@@ -59,47 +55,6 @@ def test_a_resumed_run_has_the_window_that_it_had():
 
 def test_steps_that_measured_nothing_are_left_out():
     lines = [{"step": 1, "diagnostics": {"signal": {"all": None}, "noise": {"all": None}}}]
-    diagnosis = Diagnosis(lines, OptimizerConfig())
-    line = [diagnosis.line(measured(math.nan, 1.0), 0) for _ in range(BLOCKS)][-1]
-    assert line["noise_scale"] is None and "noise_scale_moments" not in line
-
-
-@pytest.mark.parametrize("before", [0, 200], ids=["zero start", "moments of another run"])
-def test_moments_tell_signal_from_noise_on_average(before):
-    """Run AdamW 4,000 times for 12 steps on gradients with a known mean and covariance. The mean estimates must be
-    within four standard errors of the truth, although v still depends on its zero start, or on a run `before`."""
-    generator, tokens = np.random.default_rng(0), 50
-    truth, deviation = {"embed": np.ones(4), "lm_head": np.full(6, 0.5)}, {"embed": 3.0, "lm_head": 5.0}
-    optimizer = OptimizerConfig(embed=GroupConfig(0.1, 0.8, 0.95), lm_head=GroupConfig(0.1, 0.9, 0.99))
-    moments: dict[str, dict] = {name: {} for name in MOMENTS}
-    for name, mean in truth.items():
-        options, first, second = getattr(optimizer, name), np.zeros((4000, len(mean))), np.zeros((4000, len(mean)))
-        for _ in range(before + 12):
-            gradient = mean + deviation[name] / tokens**0.5 * generator.standard_normal(first.shape)
-            first += (1 - options.beta1) * (gradient - first)
-            second += (1 - options.beta2) * (gradient**2 - second)
-        weights = 1 - np.array([options.beta1, options.beta2]) ** (before + 12)
-        for kind, value in zip(MOMENTS, ((first**2).sum(1), second.sum(1), *weights)):
-            moments[kind][name] = value
-    estimated = from_moments(moments, optimizer, tokens)
-    signal = {name: np.sum(mean**2) for name, mean in truth.items()}
-    noise = {name: len(mean) * deviation[name] ** 2 for name, mean in truth.items()}
-    for estimates, known in ((estimated["moments_signal"], signal), (estimated["moments_noise"], noise)):
-        for name, value in {**known, "all": sum(known.values())}.items():
-            error = np.std(estimates[name]) / 4000**0.5
-            assert abs(np.mean(estimates[name]) - value) < 4 * error and error < 0.02 * value, name
-
-
-@pytest.mark.parametrize(("beta1", "weight"), [(0.0, 1.0), (0.8, 0.0), (0.8, float(np.float32(0.2)))])
-def test_moments_of_one_gradient_show_no_noise(beta1, weight):
-    moments = MOMENTS | {name: {"embed": weight} for name in ("first_weight", "second_weight")}
-    estimated = from_moments(moments, OptimizerConfig(embed=GroupConfig(0.1, beta1)), 100)
-    assert math.isnan(estimated["moments_noise"]["all"])
-
-
-def test_steps_of_one_gradient_take_the_noise_scale_from_the_moments():
-    diagnosis = Diagnosis([], OptimizerConfig())
-    line = [diagnosis.line(measured(math.nan, math.nan), 100) for _ in range(BLOCKS)][-1]
-    assert line["noise_scale"] is None and "moments" not in line
-    assert line["noise_scale_moments"] > 0 and line["groups"]["embed"]["noise_scale_moments"] > 0
-    assert "noise_scale_moments" not in line["groups"]["matrices"]
+    diagnosis = Diagnosis(lines)
+    line = [diagnosis.line(measured(math.nan, 1.0)) for _ in range(BLOCKS)][-1]
+    assert line["noise_scale"] is None

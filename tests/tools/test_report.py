@@ -27,7 +27,7 @@ PLOTS = [plot.id for plot in report.PLOTS]
 def runs(tmp_path_factory) -> list[str]:
     """Write two runs with every kind of figure."""
     folder = tmp_path_factory.mktemp("runs")
-    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale_moments": 9000.0}, "data_wait": 2e-6}
+    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale": 9000.0}, "data_wait": 2e-6}
     return [
         str(write_run(folder / "d12", name="d12", line=more)),
         str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more)),
@@ -97,8 +97,8 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     """Use the names from the step and run/diagnosis.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
-    measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis([], built.config.optimizer)
-    line = [diagnosis.line(measured, 512) for _ in range(BLOCKS)][-1]
+    measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis()
+    line = [diagnosis.line(measured) for _ in range(BLOCKS)][-1]
     read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
