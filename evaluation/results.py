@@ -4,16 +4,13 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from configs.files import append_whole, write_picture, write_whole
 from configs.schema import UserError
 from hosts.distributed import on_first_process
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 AT_A_TIME = 32  # lines that a kill may lose. A generated answer may take seconds
 
@@ -88,9 +85,11 @@ def shown(value: Any) -> str:
 
 def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], title: str, path: Path) -> None:
     """Draw each task's accuracy with two standard errors to both sides, against the accuracy of guessing."""
+    from matplotlib.figure import Figure  # a second to import
+
     labels = list(points)[::-1]
     accuracy, errors, guessing = zip(*(points[label] for label in labels))
-    figure = _figure(7, 1.2 + 0.28 * len(labels))
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(labels)), layout="constrained")
     axes = figure.add_subplot()
     both = [2 * (error or 0) for error in errors]
     axes.errorbar(accuracy, labels, xerr=both, fmt="o", capsize=3, label="accuracy, 2 standard errors")
@@ -99,36 +98,3 @@ def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], tit
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     write_picture(path, figure, 150)
-
-
-def plot_bits(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw each run's bits per byte against the size of documents, and against the position in the row."""
-    figure = _figure(10, 4)
-    panels = {"by_bytes": "bytes of a document", "by_position": "tokens before one in its row"}
-    for axes, (panel, label) in zip(figure.subplots(1, 2), panels.items()):
-        for i, (name, result) in enumerate(results.items()):
-            curves = {name: (result[panel], "-")}
-            full = result["by_position_of_full_rows"]
-            if panel == "by_position" and full not in ([], result[panel]):
-                curves[f"{name}, full rows"] = (full, ":")
-            for legend, (points, style) in curves.items():
-                errors = [2 * (point["stderr"] or 0) for point in points]
-                places, values = ([point[key] for point in points] for key in ("from", "bits_per_byte"))
-                looks = {"fmt": f"o{style}", "color": f"C{i}", "ms": 3, "capsize": 2}
-                axes.errorbar(places, values, yerr=errors, label=legend, **looks)
-        octaves = sorted({point["from"] for result in results.values() for point in result[panel]})
-        axes.set_xscale("symlog" if panel == "by_position" else "log", base=2)
-        axes.set_xticks(octaves, [str(octave) for octave in octaves], fontsize="small")
-        axes.minorticks_off()
-        axes.set_xlabel(f"{label}: from this number up to twice as many", fontsize="small")
-        axes.set_ylabel("bits per byte, 2 standard errors")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(title)
-    write_picture(path, figure, 100)
-
-
-def _figure(width: int, height: int | float) -> "Figure":
-    from matplotlib.figure import Figure  # a second to import
-
-    return Figure(figsize=(width, height), layout="constrained")

@@ -25,7 +25,7 @@ from data.prepare.listing import find_corpus
 from data.record import hash_share
 from evaluation.evaluator import ratio
 from evaluation.network import Network
-from evaluation.results import ItemLog, plot_bits, write_json
+from evaluation.results import ItemLog, write_json
 from evaluation.scorer import Question, Scorer
 from hosts.distributed import check_hosts_agree
 
@@ -149,28 +149,15 @@ def _lines(network: Network, scorer: Scorer, documents: Sequence[Document]) -> I
         losses[number][start : start + count] = scores.losses[0, :count]
         missing[number] -= count
         if not missing[number]:
-            yield _line(documents[number], losses[number] / math.log(2), tokenizer.token_bytes[encoded[number]], length)
-
-
-def _line(document: Document, bits: np.ndarray, sizes: np.ndarray, length: int) -> dict[str, Any]:
-    octaves = np.array([before.bit_length() for before in range(min(len(bits), length))], int)
-    return {
-        "document": document.name,
-        "bytes": len(document.text.encode()),
-        "tokens": len(bits),
-        "bits": float(bits.sum()),
-        "full": len(bits) >= length,
-        # Of its first row, by the number of preceding tokens, in octaves: 0, 1, 2-3, 4-7, ...
-        "bits_by_octave": np.bincount(octaves, bits[: len(octaves)]).tolist(),
-        "bytes_by_octave": np.bincount(octaves, sizes[: len(octaves)]).tolist(),
-    }
+            document, bits = documents[number], losses[number] / math.log(2)
+            size = len(document.text.encode())
+            yield {"document": document.name, "bytes": size, "tokens": len(bits), "bits": float(bits.sum())}
 
 
 def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -> dict[str, Any]:
-    """Return a network's figures, and a comparison with another one. Write them and a picture next to our lines."""
+    """Return a network's figures, and a comparison with another one. Write them next to our lines."""
     step = lambda measured: {name: value for name, value in measured.facts.items() if name == "step"}
-    curves = {one.name: figures(sources, one.lines) for one in (ours, theirs) if one}
-    results = {**step(ours), "skipped": sum(source.skipped for source in sources), **curves[ours.name]}
+    results = {**step(ours), "skipped": sum(source.skipped for source in sources), **figures(sources, ours.lines)}
     first = jax.process_index() == 0
     if theirs:
         comparison = compared(sources, ours.lines, theirs.lines)
@@ -179,8 +166,7 @@ def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -
             print(in_words(ours.name, theirs.name, comparison), file=sys.stderr)
     if first:
         write_json(ours.folder / "bits_per_byte.json", {"text": ours.facts["text"], **results})
-        plot_bits(curves, ", ".join(source.name for source in sources), ours.folder / "bits_per_byte.png")
-    return {name: value for name, value in results.items() if not name.startswith("by_")}
+    return results
 
 
 def in_words(name: str, other: str, comparison: dict[str, Any]) -> str:
@@ -191,42 +177,20 @@ def in_words(name: str, other: str, comparison: dict[str, Any]) -> str:
 
 
 def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:
-    """Return `bits_per_byte` of all sources by their shares, of each source, by the documents' size in bytes, and by a
-    token's position in its row. Positions are given for all documents' first rows, and for documents that fill their
-    first row, so that all positions count the same documents."""
+    """Return `bits_per_byte` of all sources by their shares, and of each source."""
     of_sources = {source.name: _sums([line for line in lines if line["source"] == source.name]) for source in sources}
-    sizes = sorted({line["bytes"].bit_length() for line in lines})
     return {
         **_by_share(sources, [(of["bits_per_byte"], of["stderr"]) for of in of_sources.values()]),
         "documents": len(lines),
         "sources": {source.name: of_sources[source.name] | {"share": source.share} for source in sources},
-        "by_bytes": [
-            {"from": 1 << size - 1} | _sums([line for line in lines if line["bytes"].bit_length() == size])
-            for size in sizes
-        ],
-        "by_position": _by_position(lines),
-        "by_position_of_full_rows": _by_position([line for line in lines if line["full"]]),
     }
-
-
-def _ratio(bits: Sequence[float], sizes: Sequence[float | int]) -> dict[str, Any]:
-    value, error = ratio(bits, sizes)
-    return {"bits_per_byte": value, "stderr": error, "documents": len(bits)}
 
 
 def _sums(lines: Lines) -> dict[str, Any]:
     of = {name: [line[name] for line in lines] for name in ("bytes", "tokens", "bits")}
-    return _ratio(of["bits"], of["bytes"]) | {name: sum(of[name]) for name in ("bytes", "tokens")}
-
-
-def _by_position(lines: Lines) -> list[dict[str, Any]]:
-    figures = []
-    for octave in range(max((len(line["bits_by_octave"]) for line in lines), default=0)):
-        there = [line for line in lines if len(line["bits_by_octave"]) > octave and line["bytes_by_octave"][octave]]
-        if there:
-            sizes, bits = ([line[name][octave] for line in there] for name in ("bytes_by_octave", "bits_by_octave"))
-            figures.append({"from": (1 << octave) >> 1} | _ratio(bits, sizes))
-    return figures
+    value, error = ratio(of["bits"], of["bytes"])
+    counts = {"documents": len(lines), **{name: sum(of[name]) for name in ("bytes", "tokens")}}
+    return {"bits_per_byte": value, "stderr": error, **counts}
 
 
 def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | None]]) -> dict[str, Any]:

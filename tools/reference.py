@@ -29,7 +29,7 @@ another value, except for options marked *may change on resume*, or with `--acce
 COMMANDS = (
     *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__"),
     *("tools.plan", "tools.tune", "tools.report"),
-    *("tools.dataset", "tools.inspect", "tools.doctor"),
+    *("tools.dataset", "tools.inspect"),
 )
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}
 BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ ", "multiple_of": "multiple of "}

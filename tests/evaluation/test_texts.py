@@ -62,25 +62,14 @@ def test_a_document_s_bits_are_those_of_its_tokens_in_rows_of_their_own(lines):
             bits += (-jax.nn.log_softmax(logits)[np.arange(len(row)), np.array(row)] / np.log(2)).tolist()
         assert line["bytes"] == len(text.encode()) and line["tokens"] == len(ids)
         assert line["bits"] == pytest.approx(sum(bits), rel=1e-5)
-        assert line["full"] == (len(ids) >= LENGTH)
-        of_row, octaves = bits[:LENGTH], [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 8)]
-        expected = [sum(of_row[octave]) for octave in octaves]
-        np.testing.assert_allclose((line["bits_by_octave"] + [0] * 4)[:4], expected, rtol=1e-4)
-        assert sum(line["bits_by_octave"]) == pytest.approx(sum(of_row), rel=1e-5)
-        assert len(ids) > LENGTH or sum(line["bytes_by_octave"]) == line["bytes"]
 
 
-def test_figures_of_sources_sizes_and_positions(lines):
+def test_figures_of_sources(lines):
     result = figures(SOURCES, lines)
     a, b = (result["sources"][name]["bits_per_byte"] for name in "ab")
     assert result["bits_per_byte"] == pytest.approx(0.75 * a + 0.25 * b) and result["documents"] == 5
     of_a = [line for line in lines if line["source"] == "a"]
     assert a == pytest.approx(sum(line["bits"] for line in of_a) / sum(line["bytes"] for line in of_a))
-    assert sum(part["documents"] for part in result["by_bytes"]) == 5
-    assert all(part["from"] * part["documents"] <= part["bytes"] for part in result["by_bytes"])
-    assert [part["from"] for part in result["by_position"]] == [0, 1, 2, 4, 8, 16, 32, 64]
-    full = result["by_position_of_full_rows"]
-    assert {part["documents"] for part in full} == {sum(line["full"] for line in lines)} and len(full) == 8
 
 
 def lines_of(bits, size=1000):

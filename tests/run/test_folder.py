@@ -211,7 +211,7 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
         open_run(config, "print", False)
-    (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed tools.doctor
+    (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed preflight
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
     assert open_run(config, "print", False) == [] and record_of(config)["dataset"] == "print"
 
