@@ -41,11 +41,6 @@ class Exit(IntEnum):
     PREEMPTED = 143
     """Stopped by SIGTERM; saved: start again."""
 
-    @property
-    def start_again(self) -> bool:
-        """Return whether a launcher should restart all processes of the command, however often."""
-        return self in (Exit.PEER_LOST, Exit.PREEMPTED)
-
 
 @dataclass(frozen=True)
 class _NoMore:

@@ -208,6 +208,8 @@ def _from_tiktoken(name: str) -> TextTokenizer:
 
 def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
     """Return a tokenizer.json that encodes as tiktoken does. The tokens' ranks imply the merges."""
+    # tiktoken's {1,3}+ never gives back what it took; the engine of `tokenizers` would repeat it.
+    split = re.sub(r"(?<=\d\})\+", "", split)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
     ordered = sorted(ranks, key=lambda token: ranks[token])

@@ -103,14 +103,25 @@ def detected_processes() -> tuple[str | None, int | None, int | None]:
     variables are incomplete or impossible."""
     if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":  # an interactive step of a larger allocation
         return None, None, None
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    if re.match(r"[^,[]*\[[^]]*\][^,]", nodes):
+        raise UserError(f"SLURM_STEP_NODELIST={nodes}: JAX cannot read such a list; use launch/train.sbatch")
     try:
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, JOIN_SECONDS)[:3]
-        return given_processes(dict(zip(GIVEN, map(str, found)))) if found[0] else (None, None, None)
-    except (KeyError, ValueError, UserError) as error:
+        if found[0]:
+            return given_processes(dict(zip(GIVEN, map(str, found))))
+    except Exception as error:  # of the variables, or of a cluster's client
         raise UserError(
-            f"the variables of SLURM, Open MPI or a TPU's machine are incomplete or wrong ({error}); start the run "
-            "with srun or mpirun, or with JAX_NUM_PROCESSES=1 to run one process alone"
+            f"the variables of SLURM, Open MPI, Kubernetes or a TPU's machine are incomplete or wrong ({error}); start "
+            "the run with srun or mpirun, or with JAX_NUM_PROCESSES=1 to run one process alone"
         ) from error
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # Open MPI 5, MPICH
+        if os.environ.get(name, "1") != "1":
+            raise UserError(
+                f"{name}={os.environ[name]}, but this launcher gives JAX no address; set {', '.join(GIVEN)}, or "
+                "JAX_NUM_PROCESSES=1 to run one process alone"
+            )
+    return None, None, None
 
 
 def own_gpus(environ: Mapping[str, str], gpus: int) -> list[int]:

@@ -72,15 +72,18 @@ def write_hf(
         "tokenizer_config.json": {
             **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": bos},
             **{"model_max_length": config.batch.sequence_length, "clean_up_tokenization_spaces": False},
+            "padding_side": "left",  # a batch of prompts then continues as each alone
             "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
             # transformers 4 wants a dict as extra_special_tokens; both versions read this list.
             **({"additional_special_tokens": [*CHAT_TOKENS]} if chat else {}),
         },
     }
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
-    files |= {"tokenizer.json": tokenizer.json_with_bos} | ({MODELING.name: MODELING.read_text()} if own else {})
+    files |= {"tokenizer.json": tokenizer.json_with_bos} | (
+        {MODELING.name: MODELING.read_text(encoding="utf-8")} if own else {}
+    )
     if chat:
-        template = CHAT_TEMPLATE.read_text()
+        template = CHAT_TEMPLATE.read_text(encoding="utf-8")
         tagged = re.sub(r"{#-( (?:end)?generation )-#}", r"{%-\1-%}", template)
         files |= {CHAT_TEMPLATE.name: template, TRAINING_TEMPLATE: tagged}
     files |= {"README.md": card(chat)} if card else {}
@@ -106,7 +109,7 @@ def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> 
         partial.mkdir(parents=True)
         for name, content in files.items():
             (partial / name).parent.mkdir(exist_ok=True)
-            (partial / name).write_text(content)
+            (partial / name).write_text(content, encoding="utf-8")
         _write_shards(partial, shards)
         partial.rename(out)
     except (OSError, SafetensorError) as error:

@@ -17,6 +17,7 @@ from model.sampling import Sampling
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
 NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0}
+WITHOUT_LIMIT = ("top_k", "max_tokens", "max_completion_tokens")  # as -1 in other servers
 
 
 class Refused(HTTPException):
@@ -82,6 +83,9 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refused(f"the body is no JSON object: {error}") from error
     fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
     fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}
+    fields = {name: value for name, value in fields.items() if name not in WITHOUT_LIMIT or value != -1}
+    if "tools" not in fields and fields.get("tool_choice") == "auto":
+        del fields["tool_choice"]
     for name in sorted(fields.keys() - set(ChatRequest.__struct_fields__)):
         value = f"give {msgspec.json.encode(NOTHING[name]).decode()} or " if name in NOTHING else ""
         raise Refused(f"{name} is not supported by this server; {value}leave it out", name)

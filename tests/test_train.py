@@ -495,7 +495,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     output = capfd.readouterr().out
     assert ": fewer than --eval.tokens=1,000,000, of " in output and "document(s): too few" in output
     assert "has 300 of --model.vocab_size=320 tokens: the others are never seen" in output
-    assert "windows of the blocks: SL\n" in output
+    assert "window of each block: SL (S short, L long)\n" in output
 
 
 def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_what_it_learned(

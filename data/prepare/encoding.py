@@ -55,7 +55,10 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
     plain = model.get("type") == "BPE" and not any(
         model.get(key) for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     )
-    if not plain or split is None or facts.get("normalizer") or len(special) < len(facts.get("added_tokens", [])):
+    # `tokenizers` and tiktoken read `{1,3}+` in different ways.
+    if not plain or split is None or re.search(r"\d}\+", split):
+        return None
+    if facts.get("normalizer") or len(special) < len(facts.get("added_tokens", [])):
         return None
     letters = byte_letters()
     try:

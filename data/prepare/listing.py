@@ -189,7 +189,15 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> tuple
     paths = [str(root)]
     if root.is_dir():
         paths = []
-        for folder, folders, files in os.walk(root, onerror=lambda error: fail(error.filename, error.strerror)):
+        visited = set()  # a link may lead to a folder above it
+        walk = os.walk(root, onerror=lambda error: fail(error.filename, error.strerror), followlinks=True)
+        for folder, folders, files in walk:
+            about = os.stat(folder)
+            if (about.st_dev, about.st_ino) in visited:
+                folders.clear()
+                continue
+            visited.add((about.st_dev, about.st_ino))
+            folders.sort()
             if library:
                 folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
             if not is_dotted:

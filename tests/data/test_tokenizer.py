@@ -77,6 +77,15 @@ def test_a_converted_tiktoken_encoding_encodes_as_tiktoken_does(documents):
     assert CONVERTED.encode(documents) == [ENCODING.encode_ordinary(text) for text in documents]
 
 
+def test_three_digits_at_most_are_a_word_as_in_tiktoken():
+    ranks = {bytes([i]): i for i in range(256)} | {f"{i:02}".encode(): 256 + i for i in range(100)}
+    ranks |= {f"{i:03}".encode(): 356 + i for i in range(1000)}
+    for pattern in (r"\p{N}{1,3}+|\p{L}+|\s+", r"\p{N}{1,3}|\p{L}+|\s+"):  # cl100k_base has the first
+        encoding = tiktoken.Encoding("digits", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<bos>": 1356})
+        converted = convert_tiktoken(ranks, pattern, {"<bos>": 1356})
+        assert converted.encode(["12345678 99"]) == [encoding.encode("12345678 99")]
+
+
 def test_a_tiktoken_encoding_comes_by_name_and_knows_its_bos_and_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.__getitem__)
     assert load_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256

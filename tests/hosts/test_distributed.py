@@ -40,7 +40,8 @@ ONE = (None, None, None)
         (MPIRUN, ("10.96.0.1:62624", 2, 1)),
         ({"SLURM_JOB_ID": "5"}, ONE),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, ONE),  # a shell inside an allocation
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ONE),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2, but .*=1 to run one"),  # Open MPI 5
+        (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-n[1-4]"}, r"rack\[1-2\]-n.*train.sbatch"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ONE),
         ({"OMPI_MCA_orte_hnp_uri": MPIRUN["OMPI_MCA_orte_hnp_uri"]}, "wrong .'OMPI_COMM_WORLD_SIZE'.*=1 to run one"),
         (SRUN | {"SLURM_NTASKS": "two"}, "wrong .*'two'.*=1 to run one"),

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from configs.command_line import Exit
 from configs.files import append_whole, write_whole
 from configs.retry import StorageLost
 from configs.schema import UserError
@@ -49,11 +48,6 @@ def exit_code(main) -> int:
 )
 def test_exit_codes(raised, code, says, capsys):
     assert exit_code(Mock(return_value=0, side_effect=raised)) == code and capsys.readouterr().err == says
-
-
-def test_launchers_restart_a_command_after_two_codes():
-    assert [int(code) for code in Exit if code.start_again] == [42, 143]
-    assert [int(code) for code in Exit] == [0, 1, 2, 3, 42, 130, 143]
 
 
 def test_ctrl_c_outside_of_training(capsys):

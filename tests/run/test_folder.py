@@ -102,7 +102,7 @@ def test_every_other_difference_is_refused_and_listed(config):
     before = record_of(config)
     for name in OTHERS:
         now = other(config, name)
-        with pytest.raises(UserError, match="--accept_changes") as error:
+        with pytest.raises(UserError, match="holds a run") as error:
             open_run(now, "print", accept_changes=False)
         assert differences(error) == [f"{name}: {options(config)[name]} -> {options(now)[name]}"]
     with pytest.raises(UserError) as error:

@@ -1,5 +1,6 @@
 """Test the loop of train.py: what happens after a step, and how it ends."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def ask(monkeypatch, owner: type, name: str, at: int) -> None:
     stops = []
     entered = Stop.__enter__
     monkeypatch.setattr(Stop, "__enter__", lambda self: stops.append(self) or entered(self))
-    call_at(monkeypatch, owner, name, at, lambda: stops[0]._preempt())
+    call_at(monkeypatch, owner, name, at, lambda: stops[0]._preempt(signal.SIGTERM, None))
 
 
 def test_it_takes_all_steps_and_saves_the_last_before_its_evaluation(start, monkeypatch):

@@ -151,7 +151,9 @@ def load(client: openai.OpenAI) -> tuple[int, int]:
 def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
     text, call = "naïve 😀 <b>text</b>", ("<|python_start|>", "2+2", "<|python_end|>", "<|output_start|>", "4")
     with served(FakeEngine(lambda prompt: spell(text, *call))) as client:
-        answer = ask(client, user="someone", frequency_penalty=0, stop=None, top_logprobs=0)
+        answer = ask(
+            client, user="someone", frequency_penalty=0, stop=None, top_logprobs=0, tool_choice="auto", max_tokens=-1
+        )
         *parts, counts = ask(client, stream=True, stream_options={"include_usage": True})
         assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
         with pytest.raises(openai.NotFoundError, match="this server answers with 'tiny'"):

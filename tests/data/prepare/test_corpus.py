@@ -45,6 +45,10 @@ def test_a_folder_or_a_glob_gives_its_text_files_in_the_order_of_their_names(tmp
     assert texts(find_corpus(str(tmp_path))) == {name: files[name] for name in ("a.txt", "b/1.py", "b/2.md")}
     for pattern, matches in {"*.txt": ["a.txt"], "b/*": ["1.py", "2.md"], "**/*.??": ["b/1.py", "b/2.md"]}.items():
         assert names(find_corpus(f"{tmp_path}/{pattern}")) == matches
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/more").symlink_to(tmp_path / "b")
+    (tmp_path / "elsewhere/round").symlink_to(tmp_path / "elsewhere")
+    assert names(find_corpus(f"{tmp_path}/elsewhere")) == ["more/1.py", "more/2.md"]
 
 
 @pytest.mark.parametrize(
