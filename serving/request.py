@@ -39,7 +39,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: NotNegative[int] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     max_tokens: Positive[int] | None = None
     max_completion_tokens: Positive[int] | None = None
@@ -51,6 +51,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
         """Return the options of sampling. Without a seed, draw one."""
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         given["seed"] = secrets.randbits(31) if self.seed is None else self.seed % (1 << 31)
+        if self.top_p == 0:  # the likeliest token, as in other servers
+            given |= {"temperature": 0.0, "top_p": None}
         return default._replace(**{name: value for name, value in given.items() if value is not None})
 
     def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:

@@ -28,6 +28,7 @@ from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
+from run.checkpoint import outside_event_loop
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
 
@@ -289,4 +290,4 @@ def serve(
     server = make_server(Service(batcher, tokenizer, model, sampling), host)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn calls it for both, and again at its end
-    asyncio.run(run_server(server, batcher, bound))
+    outside_event_loop(lambda: asyncio.run(run_server(server, batcher, bound)))

@@ -31,7 +31,7 @@ from data.tokenizer import TextTokenizer, convert_tiktoken
 from evaluation.engine import Engine
 from interchange.folders import write_safetensors
 from model.sampling import Sampling
-from serving.server import Batcher, Service, listener, make_server, run_server
+from serving.server import Batcher, Service, listener, make_server, run_server, serve
 from serving.text import AnswerText
 from tests.evaluation.test_engine import network
 from tests.helpers import arrays_of
@@ -174,10 +174,12 @@ def test_the_engine_s_options_follow_from_the_request():
     with served(engine) as client:
         client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
         client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": ""}, *HELLO], seed=5)
+        ask(client, top_p=0)
         cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
     four = TOKENIZER.decode(spell("many words")[:4])
     assert [(choice.message.content, choice.finish_reason) for choice in cut] == [(four, "length")] * 2
-    (tokens, sampling), (plain, _), (_, one), (_, other) = engine.begun
+    (tokens, sampling), (plain, _), (_, greedy), (_, one), (_, other) = engine.begun
+    assert greedy[:3] == (0.0, 40, 1.0)
     assert plain == render(TOKENIZER, messages_of(HELLO), ask=True)
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
     assert sampling == (0.5, 40, 0.9, 5) and one[:3] == (0.8, 40, 1.0) and one.seed != other.seed
@@ -307,6 +309,23 @@ def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
         questions = [f"question {'w' * i}" for i in range(6)]
         alone = [answer(text) for text in questions]
         assert list(pool.map(answer, questions)) == alone and len(set(alone)) > 1
+
+
+def test_a_notebook_s_cell_serves_until_it_is_interrupted(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.update({number: handler}))
+    handlers, bound = {}, listener("127.0.0.1", 0)
+
+    def interrupt() -> None:
+        wait_until(lambda: signal.SIGTERM in handlers)
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    interrupting = threading.Thread(target=interrupt)
+
+    async def cell() -> None:
+        interrupting.start()
+        serve(FakeEngine(echo), TOKENIZER, "tiny", Sampling(), bound, "127.0.0.1", 4)  # pyright: ignore
+
+    asyncio.run(cell())
 
 
 @pytest.mark.medium
