@@ -89,7 +89,7 @@ def problems_here(config: Config) -> list[str]:
 def require_room(config: Config) -> None:
     """Raise TrainingAborted on all processes if the disk of the run's folder has no room for one more checkpoint: no
     option is wrong, and training would be lost. Every process must call it."""
-    if config.run_dir.startswith("gs://"):
+    if in_bucket(config.run_dir):
         return
     folder = Path(config.run_dir).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -70,13 +70,16 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
     upload(config.run_dir)
     for sample in samples:
         print(f"---\n{sample}")
+    use = f"python sample.py --run_dir={quote(config.run_dir)} --prompt='...'"
+    if config.data.packing == "whole":  # conversations
+        use = f"python chat.py --run_dir={quote(config.run_dir)}"
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
         f"{spent}\n"
         f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
-        f"sample:       python sample.py --run_dir={quote(config.run_dir)} --prompt='...'\n"
+        f"use it:       {use}\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
     )
     tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)

@@ -51,6 +51,7 @@ def test_it_is_resumed_to_the_bit_without_its_base(folder, monkeypatch, capfd):
         assert run("train", monkeypatch, CHAT[0], "--init_from=typo", CHAT[2], f"--run_dir={again}", devices=1) == 2
         assert "typo holds no run" in capfd.readouterr().err
         assert run("train", monkeypatch, *CHAT, *OFTEN, f"--run_dir={again}", devices=1) == 0
+        assert f"python chat.py --run_dir={again}" in capfd.readouterr().out
         assert run("train", monkeypatch, *CHAT, f"--run_dir={again}", "--init_optimizer=False", devices=1) == 2
         assert "init_optimizer: True -> False" in capfd.readouterr().err
     finally:
