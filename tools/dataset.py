@@ -10,6 +10,7 @@ import tyro
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
+from configs.files import in_bucket
 from configs.messages import progress
 from configs.retry import with_retries
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
@@ -21,7 +22,7 @@ from data.packing import Row, learned, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.folder import record_of
-from run.record import Events, batch_of, in_bucket, reading, storage_path
+from run.record import Events, batch_of, reading, storage_path
 
 AT_ONCE = 1000  # documents that are read at a time
 
