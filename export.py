@@ -141,7 +141,7 @@ def table(rows: dict[str, str]) -> str:
 
 def text_name(source: str) -> str:
     """Return `data.source` for readers elsewhere: of a path on this machine, only the last name."""
-    short = lambda name: name if "://" in name else Path(name).name or "a folder"
+    short = lambda name: name if "://" in name or name.startswith("hf:") else Path(name).name or "a folder"
     stages = split_source(source)
     return join_source([(start, [(share, short(name)) for share, name in parts]) for start, parts in stages])
 

@@ -94,9 +94,11 @@ def _content(message: Message, role: str) -> str | list[Message]:
 
 def _calls(message: Message) -> list[Message]:
     """Return the calls of tools in a message of OpenAI's format as parts: their arguments as JSON."""
-    old = message.get("function_call")
+    given, old = message.get("tool_calls"), message.get("function_call")
+    if given is not None and not isinstance(given, list):
+        raise ValueError("has tool_calls that are no list")
     parts = []
-    for call in message.get("tool_calls") or ([old] if old else []):
+    for call in given or ([old] if old else []):
         function = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if not isinstance(arguments, str):

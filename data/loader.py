@@ -130,20 +130,22 @@ def held_out_batches(
 ) -> tuple[list[Any], Int[np.ndarray, "datasets micro_batches"]]:
     """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent,
     under their dataset. Each dataset gives its share, in rows spread evenly over its rows, which fill micro-batches of
-    their own. Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations.
-    Padding rows have weight 0, too. Raise UserError if no target counts.
+    their own; if that took more than a quarter of padding, they share micro-batches, and the bytes are under one.
+    Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations. Padding rows
+    have weight 0, too. Raise UserError if no target counts.
     """
     micro_batches, width, length = shape
     zeros = np.zeros(length, np.int32)
     padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
     chosen: list[Row] = []
     text_bytes: list[list[int]] = []
-    for part, weight in zip(rows, weights):
-        count = min(len(part), max(round(tokens * weight) // length, 1))
+    counts = [min(len(part), max(round(tokens * of) // length, 1)) for part, of in zip(rows, weights)]
+    apart = sum(-(-count // width) * width for count in counts) <= 1.25 * -(-sum(counts) // width) * width
+    for part, count in zip(rows, counts):
         taken = read_rows([part], [(0, i * len(part) // count) for i in range(count)])
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
-        chosen += [*taken, *[padding] * (-len(taken) % width)]
+        chosen += [*taken, *[padding] * (apart * -len(taken) % width)]
         text_bytes.append([int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken])
     if not any(map(any, text_bytes)):
         few = f"no text counts in the {sum(map(len, text_bytes))} held-out rows of {length} tokens"
@@ -152,10 +154,11 @@ def held_out_batches(
     by_dataset, first = np.zeros((len(rows), len(chosen)), np.int64), 0
     for of, counted in zip(by_dataset, text_bytes):
         of[first : first + len(counted)] = counted
-        first += -(-len(counted) // width) * width
+        first += len(counted) + (apart * -len(counted) % width)
     mine, batches = local_rows(shape, sharding), []
     for first in range(0, len(chosen), micro_batches * width):
         indices = first + np.arange(micro_batches)[:, None] * width + mine
         batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
         batches.append(to_devices(batch, shape, sharding))
-    return batches, by_dataset.reshape(len(rows), -1, width).sum(axis=2)
+    by_dataset = by_dataset.reshape(len(rows), -1, width).sum(axis=2)
+    return batches, by_dataset if apart else by_dataset.sum(axis=0, keepdims=True)

@@ -66,12 +66,14 @@ def evaluate(
     some = of_all > 0  # a micro-batch may hold no row
     _, error = ratio((losses[some] / math.log(2)).tolist(), of_all[some].tolist())
     bits = lambda sizes: math.fsum(losses[sizes > 0]) / math.log(2) / int(sizes.sum()) if sizes.any() else None
-    results = {
+    results: dict[str, Any] = {
         "val_loss": math.fsum(losses) / int(counts.sum()),
         "val_bpb": math.fsum(losses) / math.log(2) / int(of_all.sum()),
         "val_bpb_stderr": error,
     }
-    return results | ({"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) > 1 else {})
+    return results | (
+        {"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) == len(text_bytes) > 1 else {}
+    )
 
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:

@@ -45,7 +45,7 @@ class Stop:
     def __init__(self) -> None:
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
-        self.training = False
+        self.training = self.has_trained = False
         self.asked, self.has_agreed = 0, False
         """How often this process, one of several, has asked, and the answer."""
 
@@ -65,12 +65,12 @@ class Stop:
         """Say what a signal waits for. Before training, end the process if its handler does not: nothing is lost."""
         while number := os.read(arrived, 1):
             name = signal.Signals(number[0]).name
-            if self.training:
-                os.write(2, f"{name}: the run stops after the step, evaluation or save under way\n".encode())
+            if self.has_trained:
+                _say(f"{name}: the run stops after the step, evaluation or save under way")
                 continue
             time.sleep(PATIENCE)
-            if not (self.code or self.training):
-                os.write(2, f"{name}: ended before the first step; nothing is lost\n".encode())
+            if not (self.code or self.has_trained):
+                _say(f"{name}: ended before the first step; nothing is lost")
                 os._exit(Exit.INTERRUPTED if number[0] == signal.SIGINT else Exit.PREEMPTED)
         os.close(arrived)
 
@@ -99,7 +99,7 @@ class Stop:
             raise KeyboardInterrupt
         if self.code:
             raise SystemExit(self.code)
-        self.training = True
+        self.training = self.has_trained = True
         try:
             yield
         except BaseException:
@@ -126,6 +126,11 @@ class Stop:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.wakeup_before)
         os.close(self.arriving)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal is closed
+        os.write(2, f"{text}\n".encode())
 
 
 class Watchdog:

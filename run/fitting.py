@@ -156,7 +156,8 @@ class Fitting:
     def _read(self) -> int:
         """Return the run's newest choice for such devices and sizes; 0 if there is none."""
         fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        return next((event["rows_per_device"] for event in reversed(fitted) if event["key"] == self.key), 0)
+        # A run of an earlier version, which is refused later, has none.
+        return next((event.get("rows_per_device", 0) for event in reversed(fitted) if event["key"] == self.key), 0)
 
     def _record(self, step: int, rows: int) -> None:
         Events(self.asked.run_dir).add("fitted", step, key=self.key, rows_per_device=rows)

@@ -128,8 +128,8 @@ class MetricsLog:
             values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         self.watchdog.finish(step)
         self.bar.update(step - self.bar.n)
-        if step == self.start_step + 1:
-            self._report_first_step(step)
+        if step == self.start_step + 2:  # the first one also waits for the first batch
+            self._report_long_steps(step)
         if "diagnostics" in values:
             measured = self.diagnosis.line(values.pop("diagnostics"))
             self.write(step, {"diagnostics": measured})
@@ -159,12 +159,11 @@ class MetricsLog:
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
 
-    def _report_first_step(self, step: int) -> None:
+    def _report_long_steps(self, step: int) -> None:
         """Tell a person who waits how long the run takes, if a step takes long."""
-        seconds = self.watchdog.step_seconds[-1] if self.watchdog.step_seconds else 0.0
-        if seconds > LONG:
-            hours = seconds * (self.config.steps - step) / 3600
-            LOGGER.info(f"step {step} took {seconds:.0f} s: the {self.config.steps - step} to come, {hours:.3g} hours")
+        seconds, left = self.watchdog.step_seconds[-1] if self.watchdog.step_seconds else 0.0, self.config.steps - step
+        if seconds > LONG and left:
+            LOGGER.info(f"step {step} took {seconds:.0f} s: the {left} to come, {seconds * left / 3600:.3g} hours")
 
     def _count_skipped(self, step: int, values: dict) -> None:
         skipped = values["skipped_steps"]

@@ -46,7 +46,8 @@ def check_processes(config: Config, arguments: Any) -> None:
     """Log the run's processes and devices. Raise UserError if the processes have different options, the command's own
     (`arguments`, a dataclass) included."""
     LOGGER.info(describe_processes(make_mesh(config.mesh)))
-    check_hosts_agree("their options", json.dumps([asdict(config), asdict(arguments)]))
+    own = asdict(arguments) | {"memory": None}  # of this host's devices
+    check_hosts_agree("their options", json.dumps([asdict(config), own]))
 
 
 def open_training(config: Config) -> tuple[Build, Text]:

@@ -17,7 +17,7 @@ from model.sampling import Sampling
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
 NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0}
-WITHOUT_LIMIT = ("top_k", "max_tokens", "max_completion_tokens")  # as -1 in other servers
+WITHOUT_LIMIT = ("max_tokens", "max_completion_tokens")  # as -1 in other servers
 
 
 class Refused(HTTPException):
@@ -86,6 +86,8 @@ def read_request(body: bytes) -> ChatRequest:
     fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
     fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}
     fields = {name: value for name, value in fields.items() if name not in WITHOUT_LIMIT or value != -1}
+    if fields.get("top_k") == -1:  # the same
+        fields["top_k"] = 0
     if "tools" not in fields and fields.get("tool_choice") == "auto":
         del fields["tool_choice"]
     for name in sorted(fields.keys() - set(ChatRequest.__struct_fields__)):

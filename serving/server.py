@@ -220,7 +220,8 @@ class KnownHosts:
     `given`. A page of another site can lead its own name here (DNS rebinding), and would read the answers."""
 
     def __init__(self, app: ASGIApp, given: str):
-        self.app, self.known = app, {"", "localhost", platform.node().lower(), given.lower()}
+        node = platform.node().lower()
+        self.app, self.known = app, {"", "localhost", node, f"{node}.local", given.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host, app = Headers(scope=scope).get("host", ""), self.app
@@ -229,7 +230,7 @@ class KnownHosts:
             ipaddress.ip_address(name)
         except ValueError:
             if name.lower() not in self.known:
-                message = f"Host: {host} is not known here; use localhost, the machine's name or its address"
+                message = f"Host: {host} is not known here; use localhost, an address, or --host=NAME at the start"
                 app = JSONResponse({"error": {"type": "invalid_request_error", "message": message}}, 403)
         await app(scope, receive, send)
 

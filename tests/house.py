@@ -14,7 +14,7 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_090,
+    "lines outside tests": 19_110,
     "lines of tests": 15_300,
     "lines of train.py": 150,
     "names that train.py imports": 32,

@@ -179,7 +179,7 @@ def traces(plot: Plot, runs: list[Run]) -> list[dict]:
             course = run.course(*path)
             if not course.steps:
                 continue
-            color, dash = (j, i) if len(runs) == 1 or "" in plot.lines else (i, j)
+            color, dash = (j, i) if len(runs) == 1 or len(found) > len(plot.lines) else (i, j)
             style = {"width": 1.5, "color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)]}
             trace = {"type": "scatter", "mode": "lines+markers" if len(course.steps) <= FEW else "lines", "line": style}
             trace |= {"name": name if len(runs) == 1 else f"{run.name}: {name}", "hovertemplate": "%{y:.4~g}"}
@@ -287,7 +287,7 @@ SCRIPT = """
 function draw() {
   const axis = document.querySelector("input[name=axis]:checked").value;
   const places = report.axes.map((run) => new Map(run.step.map((step, i) => [step, run[axis][i]])));
-  const end = Math.max(...report.axes.flatMap((run) => run[axis]));
+  const end = report.axes.flatMap((run) => run[axis]).reduce((most, x) => Math.max(most, x), 0);
   for (const { id, traces, layout } of report.plots) {
     const moved = traces.map((trace) => ({ ...trace, x: trace.x.map((step) => places[trace.meta].get(step)) }));
     const xaxis = { ...layout.xaxis, title: { text: report.axis_names[axis] }, range: [-0.02 * end, 1.02 * end] };

@@ -178,8 +178,10 @@ class Corpus:
         if not isinstance(record, list):
             raise ValueError("no list of messages")
         messages = as_messages(record)
-        is_greeted = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
-        return document_of(messages[1:] if is_greeted else messages), GREETING * is_greeted
+        of_system = lambda message: isinstance(message, dict) and message.get("role") in ("system", "developer")
+        at = next((i for i, message in enumerate(messages) if not of_system(message)), 0)
+        is_greeted = bool(messages) and isinstance(messages[at], dict) and messages[at].get("role") == "assistant"
+        return document_of(messages[:at] + messages[at + 1 :] if is_greeted else messages), GREETING * is_greeted
 
 
 def _advice(record: object) -> str:

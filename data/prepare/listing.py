@@ -59,7 +59,9 @@ def find_corpus(
     notes: list[str] = []
     for one in sources:
         found, hidden = (_hub_files(one, revision), []) if is_hub else _local_files(one, suffixes, on_error)
-        listed += [replace(file, name=f"{PurePath(one).name}/{file.name}") for file in found] if sources[1:] else found
+        alone = [PurePath(other).name for other in sources].count(PurePath(one).name) == 1
+        name = PurePath(one).name if alone else one.strip("/")
+        listed += [replace(file, name=f"{name}/{file.name}") for file in found] if sources[1:] else found
         notes += [f"{len(hidden):,} hidden ({hidden[0]} ...)"] if hidden and not library else []
         if not any(file.ends_with(*suffixes) for file in found):
             kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
@@ -189,14 +191,15 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> tuple
     paths = [str(root)]
     if root.is_dir():
         paths = []
-        visited = set()  # a link may lead to a folder above it
+        top, behind_links = os.path.realpath(root), set()
         walk = os.walk(root, onerror=lambda error: fail(error.filename, error.strerror), followlinks=True)
         for folder, folders, files in walk:
-            about = os.stat(folder)
-            if (about.st_dev, about.st_ino) in visited:
-                folders.clear()
-                continue
-            visited.add((about.st_dev, about.st_ino))
+            real = os.path.realpath(folder)
+            if real != os.path.normpath(os.path.join(top, os.path.relpath(folder, root))):
+                if f"{real}/".startswith(f"{top}/") or real in behind_links:  # it is read under its own name, or again
+                    folders.clear()
+                    continue
+                behind_links.add(real)
             folders.sort()
             if library:
                 folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]

@@ -201,7 +201,8 @@ def _tokens_per_byte(tokenizer: Path) -> float:
     if not (folder / "dataset.json").exists():
         return 0.0
     facts = read_record(folder)
-    is_own = facts["complete"] and not facts["made_from"]["tokenizer"] and not facts["made_from"]["conversations"]
+    made_from = facts["made_from"]
+    is_own = facts["complete"] and not made_from["tokenizer"] and not made_from.get("conversations")
     return facts["train"]["tokens"] / facts["train"]["bytes"] if is_own else 0.0
 
 

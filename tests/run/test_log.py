@@ -106,12 +106,14 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(make, t
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
 
 
-def test_a_long_first_step_says_how_long_the_run_takes_and_the_bar_moves_with_each_step(make, messages):
+def test_a_long_second_step_says_how_long_the_run_takes_and_the_bar_moves_with_each_step(make, messages):
     log = make(step=30, log=LogConfig(1000))
-    log.watchdog.finished, log.watchdog.since = 30, time.monotonic() - 72
+    log.watchdog.finished, log.watchdog.since = 30, time.monotonic() - 500
     log.bar = Mock(n=30)
-    feed(log, [2.0, 2.0], first=31)
-    assert messages == ["step 31 took 72 s: the 9 to come, 0.18 hours"]
+    feed(log, [2.0], first=31)
+    log.watchdog.since = time.monotonic() - 72
+    feed(log, [2.0], first=32)
+    assert messages == ["step 32 took 72 s: the 8 to come, 0.16 hours"]
     assert [call.args for call in log.bar.update.call_args_list] == [(1,), (2,)]
 
 

@@ -174,12 +174,12 @@ def test_the_engine_s_options_follow_from_the_request():
     with served(engine) as client:
         client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
         client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": ""}, *HELLO], seed=5)
-        ask(client, top_p=0)
+        ask(client, top_p=0, extra_body={"top_k": -1})
         cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
     four = TOKENIZER.decode(spell("many words")[:4])
     assert [(choice.message.content, choice.finish_reason) for choice in cut] == [(four, "length")] * 2
     (tokens, sampling), (plain, _), (_, greedy), (_, one), (_, other) = engine.begun
-    assert greedy[:3] == (0.0, 40, 1.0)
+    assert greedy[:3] == (0.0, 0, 1.0)
     assert plain == render(TOKENIZER, messages_of(HELLO), ask=True)
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
     assert sampling == (0.5, 40, 0.9, 5) and one[:3] == (0.8, 40, 1.0) and one.seed != other.seed
