@@ -50,7 +50,7 @@ def test_a_folder_or_a_glob_gives_its_text_files_in_the_order_of_their_names(tmp
     (tmp_path / "elsewhere/round").symlink_to(tmp_path / "elsewhere")
     assert names(find_corpus(f"{tmp_path}/elsewhere")) == ["more/1.py", "more/2.md"]
     (tmp_path / "a link").symlink_to(tmp_path / "b")  # read under its own name
-    assert names(find_corpus(f"{tmp_path}/b*/*")) == ["1.py", "2.md"]
+    assert names(find_corpus(f"{tmp_path}/[ab]*/*.py")) == ["b/1.py"]
     assert [name for name in names(find_corpus(str(tmp_path))) if "elsewhere" not in name] == [
         "a.txt",
         "b/1.py",
