@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,10 @@ class Text:
         """Return the epochs of each dataset in the first `rows` rows of a run, by the datasets' shortest names."""
         shown = shortest(self.names)
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
+
+    def steps(self, epochs: float, rows: int) -> int:
+        """Return the steps of `rows` rows that have these epochs of all datasets; the last step may go beyond them."""
+        return ceil(ceil(epochs * sum(map(len, self.train))) / rows)
 
     def outlook(self, rows: int, length: int) -> str:
         """Return a line on the tokens of a run of `rows` rows, the epochs of each dataset, and those that run out."""

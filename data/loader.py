@@ -138,23 +138,23 @@ def held_out_batches(
     zeros = np.zeros(length, np.int32)
     padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
     chosen: list[Row] = []
-    text_bytes: list[list[int]] = []
+    text_bytes: list[tuple[int, list[int]]] = []  # the first row of each dataset, and the bytes of its rows
     counts = [min(len(part), max(round(tokens * of) // length, 1)) for part, of in zip(rows, weights)]
     apart = sum(-(-count // width) * width for count in counts) <= 1.25 * -(-sum(counts) // width) * width
     for part, count in zip(rows, counts):
         taken = read_rows([part], [(0, i * len(part) // count) for i in range(count)])
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
+        sizes = [int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken]
+        text_bytes.append((len(chosen), sizes))
         chosen += [*taken, *[padding] * (apart * -len(taken) % width)]
-        text_bytes.append([int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken])
-    if not any(map(any, text_bytes)):
-        few = f"no text counts in the {sum(map(len, text_bytes))} held-out rows of {length} tokens"
+    if not any(any(sizes) for _, sizes in text_bytes):
+        few = f"no text counts in the {sum(counts)} held-out rows of {length} tokens"
         raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
     chosen += [padding] * (-len(chosen) % (micro_batches * width))
-    by_dataset, first = np.zeros((len(rows), len(chosen)), np.int64), 0
-    for of, counted in zip(by_dataset, text_bytes):
-        of[first : first + len(counted)] = counted
-        first += len(counted) + (apart * -len(counted) % width)
+    by_dataset = np.zeros((len(rows), len(chosen)), np.int64)
+    for of, (first, sizes) in zip(by_dataset, text_bytes):
+        of[first : first + len(sizes)] = sizes
     mine, batches = local_rows(shape, sharding), []
     for first in range(0, len(chosen), micro_batches * width):
         indices = first + np.arange(micro_batches)[:, None] * width + mine

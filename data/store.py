@@ -13,7 +13,6 @@ import random
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -173,7 +172,7 @@ class Store:
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process of this machine that copies
                 copied = readers().map(lambda name: self._copy_file(name, folder), names)
-                deque(copied, maxlen=0)  # wait for all, and raise what one of them raised
+                list(copied)  # wait for all, and raise what one of them raised
         except OSError as error:
             raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command continues") from error
 

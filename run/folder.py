@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import fcntl
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from run.record import (
     local_path,
     read_metrics,
     saved_up_to,
+    this_process,
 )
 from training.mesh import device_groups
 from training.schedule import make_schedule
@@ -112,7 +112,7 @@ class RunLock:
                 "or choose another --run_dir"
             )
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
+        file.write(f"{this_process()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
         file.flush()
         self.file = file
 

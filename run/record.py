@@ -135,6 +135,11 @@ def local_path(run_dir: str | Path) -> Path:
     return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
 
 
+def this_process() -> str:
+    """Return the name of this process in the lock of a run's folder."""
+    return f"process {os.getpid()} on {platform.node()}"
+
+
 def other_writer(run_dir: str | Path) -> str:
     """Return who took the lock of the run's folder after this process did, if anybody: some disks lock for each machine
     alone (NFS with local_lock, Lustre with localflock)."""
@@ -142,7 +147,7 @@ def other_writer(run_dir: str | Path) -> str:
     if in_bucket(run_dir) or not lock.exists():
         return ""
     holder = lock.read_text().partition("\n")[0]
-    return "" if holder.startswith(f"process {os.getpid()} on {platform.node()},") else holder
+    return "" if holder.startswith(f"{this_process()},") else holder
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
-from math import ceil
 from typing import Any
 
 import jax
@@ -64,8 +63,8 @@ def open_training(config: Config) -> tuple[Build, Text]:
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
-    if not config.steps:  # the last step may go beyond the epochs
-        config = replace(config, steps=ceil(config.epochs * sum(map(len, text.train)) / (micro_batches * rows)))
+    if not config.steps:
+        config = replace(config, steps=text.steps(config.epochs, micro_batches * rows))
         validate(config)
         built = build(config)
     if text.too_long:

@@ -17,7 +17,7 @@ from model.sampling import Sampling
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
 NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0}
-WITHOUT_LIMIT = ("max_tokens", "max_completion_tokens")  # as -1 in other servers
+NOTHING |= {"max_tokens": -1, "max_completion_tokens": -1}  # no limit, as in other servers
 
 
 class Refused(HTTPException):
@@ -85,8 +85,7 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refused(f"the body is no JSON object: {error}") from error
     fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
     fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}
-    fields = {name: value for name, value in fields.items() if name not in WITHOUT_LIMIT or value != -1}
-    if fields.get("top_k") == -1:  # the same
+    if fields.get("top_k") == -1:  # no limit
         fields["top_k"] = 0
     if "tools" not in fields and fields.get("tool_choice") == "auto":
         del fields["tool_choice"]

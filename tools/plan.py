@@ -11,7 +11,6 @@ docs/planning.md has measured cases.
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, NamedTuple
 
 from configs.command_line import Exit, exit_code_of, parse
@@ -157,8 +156,7 @@ def with_steps(config: Config) -> Config:
     length = config.batch.sequence_length
     rows = config.batch.tokens_per_step // length
     text = open_text(config.data, config.model.vocab_size, length, rows, cache_dir())
-    all_rows = ceil(config.epochs * sum(map(len, text.train)))
-    return with_options(config, {"steps": ceil(all_rows / rows)})
+    return with_options(config, {"steps": text.steps(config.epochs, rows)})
 
 
 def duration(seconds: float) -> str:
