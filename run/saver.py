@@ -1,7 +1,8 @@
 """Saving the state with Orbax, asynchronously and sharded.
 
-Orbax's managers use barriers: a process that cannot write leaves the others waiting for twenty minutes. So this module
-uses Orbax's handlers, which do not wait. The processes agree through JAX's coordination service.
+Orbax's CheckpointManager has barriers over the devices, inside a save: after a write that failed on one process, the
+others meet its next barrier, and no later save completes (bench/LOG.md). So this module uses Orbax's handlers, which
+have none. The processes agree through JAX's coordination service.
 
 This module deletes old checkpoints itself. Orbax would delete in place: a kill would leave a part of a checkpoint under
 a checkpoint's name. A failed deletion (a bucket may forbid it) would fail the save before it.
