@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -165,13 +166,15 @@ def reading(what: str) -> Iterator[None]:
 
 UPLOADED: dict[Path, tuple[int, int]] = {}
 """Size and time of each file that this process has fetched or uploaded."""
+UPLOADING = threading.Lock()
 
 
 def upload(run_dir: str | Path) -> None:
     """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on a
-    disk. Only the first process may call it, and one thread at a time."""
+    disk. Only the first process may call it. A second thread waits: a save may upload while a failure is recorded."""
     if in_bucket(run_dir):
-        with_retries(str(run_dir), lambda: _upload(run_dir))
+        with UPLOADING:
+            with_retries(str(run_dir), lambda: _upload(run_dir))
 
 
 def _upload(run_dir: str | Path) -> None:

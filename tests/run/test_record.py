@@ -1,6 +1,8 @@
 """Test a run's record: events.jsonl keeps what is appended, what it says of batches and saved steps, and a bucket."""
 
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +106,25 @@ def test_changed_files_are_uploaded_again_and_removed_ones_deleted(run_dir, gcs)
     (run_dir / "tensorboard/events.3").rename(run_dir / "tensorboard/events.4")
     upload(RUN)
     assert contents(gcs).keys() == inside.keys() - {"tensorboard/events.3"} | {"tensorboard/events.4"}
+
+
+def test_two_threads_upload_one_after_the_other(monkeypatch):
+    """A save uploads in the background while a failure is recorded."""
+    inside, most = [], []
+
+    def slow(_):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.1)
+        inside.pop()
+
+    monkeypatch.setattr("run.record._upload", slow)
+    threads = [threading.Thread(target=upload, args=[RUN]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize("process", [0, 3])
