@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from configs.files import in_bucket
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from hosts.distributed import max_over_processes, on_first_process
@@ -133,7 +134,8 @@ class Fitting:
                 error.add_note(too_large())
                 raise
             rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
-            if jax.process_index() == 0:  # alone: the others may not have run out
+            # Alone: the others may not have run out. In a bucket, only the first process writes events.jsonl.
+            if jax.process_index() == 0 or not in_bucket(config.run_dir):
                 Events(config.run_dir).add("out_of_memory", 0, rows_per_device=rows)
                 self._record(0, rows)
                 upload(config.run_dir)

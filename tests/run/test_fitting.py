@@ -11,6 +11,7 @@ import pytest
 
 from configs.command_line import Exit
 from configs.schema import EvalConfig, with_options
+from hosts.runtime import StartAgain
 from run import fitting as module
 from run.clock import Times
 from run.fitting import COMPILATIONS, Fitting
@@ -121,6 +122,17 @@ def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
     assert not Fitting(asked, gib / 2).kept and not Fitting(with_options(asked, {"model.depth": 2}), gib).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
     assert not Fitting(asked, gib).kept
+
+
+def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(asked, monkeypatch):
+    """The other processes may not have run out: without a record, each start would end so again."""
+    compiling(monkeypatch, lambda rows: 800 + 100 * rows)
+    Path(asked.run_dir).mkdir()
+    fitting, built = Fitting(asked, limit(4200)), module.build(with_options(asked, {"batch.rows_per_device": 32}))
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    with pytest.raises(StartAgain, match="rows_per_device=16"), fitting.fewer_rows_if_out_of_memory(built):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+    assert fitted(asked.run_dir) == [16] and Fitting(asked, limit(4200)).kept == 16
 
 
 @pytest.fixture
