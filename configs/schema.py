@@ -420,8 +420,8 @@ def hints(section: type = Config, prefix: str = "") -> dict[str, Any]:
 
 def roles(section: type = Config) -> dict[str, set[Role]]:
     """Return the roles of every option by its command-line name."""
-    roles_in = lambda hint: {extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Role)}
-    return {name: roles_in(hint) for name, hint in hints(section).items()}
+    extras = {name: getattr(hint, "__metadata__", ()) for name, hint in hints(section).items()}
+    return {name: {extra for extra in of if isinstance(extra, Role)} for name, of in extras.items()}
 
 
 def free_to_change(name: str) -> bool:

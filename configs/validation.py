@@ -93,7 +93,9 @@ def validate(config: Config) -> None:
     """
     check_types(config)
     model, batch, mesh, flat = config.model, config.batch, config.mesh, options(config)
-    divisors = lambda size: [n for n in range(1, min(size, 64) + 1) if size % n == 0]
+
+    def divisors(size: int) -> list[int]:
+        return [n for n in range(1, min(size, 64) + 1) if size % n == 0]
 
     def require(condition: bool, name: str, expectation: str) -> None:
         if not condition:

@@ -162,7 +162,10 @@ def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[st
         margin = best[1] - best[0] if len(best) == 2 else math.nan
         gold = task.items[question.index]["gold"]
         answer = {"correct": choice == gold, "choice": choice, "gold": gold}
-    known = lambda number: None if math.isnan(number) else number  # JSON has no nan
+
+    def known(number: float) -> float | None:
+        return None if math.isnan(number) else number  # JSON has no nan
+
     return {
         **{"task": task.label, "item": question.index, **answer, "losses": [known(loss) for loss in means]},
         **{"margin": known(margin), "tie": abs(margin) < tie, "cut": question.cut, "unscored": lengths.count(0)},
@@ -221,7 +224,10 @@ def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]], name: str = 
             **{"centered": (accuracy - task.baseline) / scale, "centered_stderr": error / scale},
             **{name: sum(line[field] > 0 for line in own) for name, field in COUNTS.items()},
         }
-    of_tasks = lambda name: [result[name] for result in results.values()]
+
+    def of_tasks(name: str) -> list[float]:
+        return [result[name] for result in results.values()]
+
     return {
         name: sum(of_tasks("centered")) / len(results),
         f"{name}_stderr": math.hypot(*of_tasks("centered_stderr")) / len(results),

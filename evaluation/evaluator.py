@@ -65,7 +65,11 @@ def evaluate(
     of_all = text_bytes.sum(axis=0)
     some = of_all > 0  # a micro-batch may hold no row
     _, error = ratio((losses[some] / math.log(2)).tolist(), of_all[some].tolist())
-    bits = lambda sizes: math.fsum(losses[sizes > 0]) / math.log(2) / int(sizes.sum()) if sizes.any() else None
+
+    def bits(sizes: np.ndarray) -> float | None:
+        """Return the bits per byte of a source; None without a byte."""
+        return math.fsum(losses[sizes > 0]) / math.log(2) / int(sizes.sum()) if sizes.any() else None
+
     results: dict[str, Any] = {
         "val_loss": math.fsum(losses) / int(counts.sum()),
         "val_bpb": math.fsum(losses) / math.log(2) / int(of_all.sum()),
@@ -126,7 +130,10 @@ def continuations(
     seeds = np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).astype(np.int32)
     options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
     filled = np.asarray(generate(params, buffer, lengths, seeds, **options)).tolist()
-    ended = lambda ids: ids[: ids.index(tokenizer.bos)] if tokenizer.bos in ids else ids
+
+    def ended(ids: list[int]) -> list[int]:
+        return ids[: ids.index(tokenizer.bos)] if tokenizer.bos in ids else ids
+
     new = [ended(row[len(ids) : len(ids) + tokens]) for row, ids in zip(filled, prompts)]
     return [tokenizer.decode([*ids[1:], *more]) for ids, more in zip(prompts, new)]
 

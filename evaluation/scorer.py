@@ -183,8 +183,11 @@ def token_scores(
     others."""
     log_sum, target = log_sum_and_target(logits, targets, cap)
     token = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
-    # The cap keeps the order, so only the highest are capped.
-    maximum = lambda among: softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
+
+    def maximum(among: Array) -> Array:
+        """Return the highest logit, capped. The cap keeps the order, so only the highest are capped."""
+        return softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
+
     before, after = maximum(token < targets[:, None]), maximum(token > targets[:, None])
     return log_sum - target, (target > before) & (target >= after), target - jnp.maximum(before, after)
 

@@ -156,7 +156,10 @@ def _lines(network: Network, scorer: Scorer, documents: Sequence[Document]) -> I
 
 def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -> dict[str, Any]:
     """Return a network's figures, and a comparison with another one. Write them next to our lines."""
-    step = lambda measured: {name: value for name, value in measured.facts.items() if name == "step"}
+
+    def step(measured: Measured) -> dict[str, Any]:
+        return {name: value for name, value in measured.facts.items() if name == "step"}
+
     results = {**step(ours), "skipped": sum(source.skipped for source in sources), **figures(sources, ours.lines)}
     first = jax.process_index() == 0
     if theirs:

@@ -173,7 +173,10 @@ def initial_state(built: Build) -> TrainState:
         state, _ = checkpoints.restore(checkpoints.newest, built.abstract_state)
     except Damaged as error:
         raise NoCheckpoint(f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}") from error
-    zero = lambda array: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+
+    def zero(array: Array) -> Array:
+        return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+
     return state._replace(step=zero(state.step), skipped_steps=zero(state.skipped_steps))
 
 

@@ -58,9 +58,9 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
-        with_dropout = lambda y, i: dropout(y, self.dropout, inputs.dropout_keys, 2 * self.attention.layer + i)
-        x = x + with_dropout(y, 0)
-        return x + with_dropout(self.mlp(rms_norm(x)), 1), cache
+        place = 2 * self.attention.layer
+        x = x + dropout(y, self.dropout, inputs.dropout_keys, place)
+        return x + dropout(self.mlp(rms_norm(x)), self.dropout, inputs.dropout_keys, place + 1), cache
 
 
 @jax.custom_vjp

@@ -106,7 +106,10 @@ def matmul(
 def _gathered_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
     """Return the kernel [*inputs, *outputs]. A share smaller than a head is a part of one."""
     kernel = all_gather_fsdp(share, axes)
-    sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
+
+    def sizes(size: int, head: int | None) -> tuple[int, ...]:
+        return (size,) if head is None else (max(size // head, 1), min(size, head))
+
     return kernel.reshape(*sizes(kernel.shape[0], cut[0]), *sizes(kernel.shape[1], cut[1]))
 
 
@@ -255,7 +258,10 @@ def dropout(
     A row's mask is a function of its key and of `place`, the number of this dropout in the network."""
     if keys is None:
         return x
-    drawn = lambda key: jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:])
+
+    def drawn(key: Array) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:])
+
     return jnp.where(jax.vmap(drawn)(keys), x / (1 - rate), 0)
 
 
@@ -263,7 +269,9 @@ class Scalars(nnx.Module):
     """Numbers that multiply the residual stream, equal on every device."""
 
     def __init__(self, values: Sequence[float] | np.ndarray, *, group: str, rngs: nnx.Rngs | None):
-        init = lambda key, shape, dtype: jnp.array(values, dtype)
+        def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+            return jnp.array(values, dtype)
+
         self.values = parameter(init, (len(values),), axes=(None,), group=group, rngs=rngs)
 
     def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

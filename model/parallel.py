@@ -41,7 +41,10 @@ def compute_capability() -> float:
 
 def varying_as(like: Array, tree: T) -> T:
     """Return the arrays, marked as varying over the same mesh axes as `like`."""
-    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+
+    def axes(x: Array) -> frozenset[str]:
+        return jax.typeof(x).manual_axis_type.varying
+
     return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
 
 

@@ -4,6 +4,7 @@ A continuation is one forward pass over the prompts, then one of a single positi
 one device, as the step is. Each device has the cache of its own heads along `tensor`, for all rows.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -46,7 +47,10 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
 
         lowest = jax.lax.cond(jnp.any(sampling.top_p < 1), of_top_p, lambda: jnp.zeros_like(lowest))
         shares = jnp.where(order >= lowest, shares, 0)
-        uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
+
+        def uniform(seed: int | Array, position: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
+
         place = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
         return place_in(shares, place)
 
@@ -110,7 +114,7 @@ def generate(
     own seed and prompt, not on other rows.
     """
     batch, length = prompts.shape
-    of_rows = lambda value: jnp.full(batch, value)
+    of_rows = partial(jnp.full, batch)
     sampling = Sampling(of_rows(temperature), of_rows(top_k), of_rows(1.0), seeds)
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:

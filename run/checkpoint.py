@@ -81,9 +81,9 @@ class Checkpoints:
         """Open the folder. Raise UserError if it cannot be used. Every process must make one, and call its methods
         together."""
         self.folder = checkpoint_folder(run_dir)
-        find = lambda: finished_steps(run_dir)
+        find = partial(with_retries, str(self.folder), partial(finished_steps, run_dir))
         with reading(f"the checkpoints in {run_dir}"):
-            self.steps: list[int] = on_first_process(lambda: with_retries(str(self.folder), find))
+            self.steps: list[int] = on_first_process(find)
         """Steps of the complete checkpoints, in order; the same on every process."""
 
     @property
@@ -180,8 +180,9 @@ class Checkpoints:
         """Raise UserError if the checkpoint's parameters have other shapes. `part`: it may have more of them."""
         saved, leaves = facts["shapes"], _leaves(params)
         asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
-        in_place = lambda name, shape: _padded(shape, leaves[name].sharding) if name in leaves else shape
-        here = {name: in_place(name, shape) for name, shape in saved.items()}
+        here = {
+            name: _padded(shape, leaves[name].sharding) if name in leaves else shape for name, shape in saved.items()
+        }
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(asked if part else saved | asked)
@@ -275,9 +276,13 @@ def checksums(tree: Any, shapes: Mapping[str, Sequence[int]] = MappingProxyType(
     """
     leaves = _leaves(tree)
     of = {name: tuple(shape) for name, shape in shapes.items()}
-    # A moment's name ends with its parameter's.
-    ends = lambda name: (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == ".")
-    unpadded = [next((of[end] for end in ends(name) if end in of), leaf.shape) for name, leaf in leaves.items()]
+
+    def shape_of(name: str, leaf: Array) -> tuple[int, ...]:
+        """Return a parameter's or moment's shape. A moment's name ends with its parameter's."""
+        ends = (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == ".")
+        return next((of[end] for end in ends if end in of), leaf.shape)
+
+    unpadded = [shape_of(name, leaf) for name, leaf in leaves.items()]
     sums = jax.device_get(_checksums(list(leaves.values()), tuple(unpadded)))
     return dict(zip(leaves, map(int, sums)))
 

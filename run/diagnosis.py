@@ -30,7 +30,11 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
     estimates = np.stack([signals, noises], 1)
     blocks = np.array_split(estimates, BLOCKS)
     left_out = np.array([np.mean(np.concatenate(blocks[:i] + blocks[i + 1 :]), axis=0) for i in range(BLOCKS)])
-    reach = lambda values: T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((values - values.mean(0)) ** 2)))
+
+    def reach(values: np.ndarray) -> float:
+        """Return half the width of the jackknife's interval."""
+        return T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((values - values.mean(0)) ** 2)))
+
     signal, noise = np.mean(estimates, axis=0)
     if signal - reach(left_out[:, 0]) <= 0:
         at_most = signal + reach(left_out[:, 0])

@@ -5,6 +5,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import jax
 
@@ -89,7 +90,10 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
     """Return a run's summary, with the newest losses of metrics.jsonl, and the newest samples."""
     lines = read_metrics(run_dir)
-    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+
+    def newest(name: str) -> Any:
+        return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
@@ -102,7 +106,10 @@ def plot_loss(run_dir: str | Path) -> Path:
     from matplotlib.ticker import EngFormatter
 
     lines = read_metrics(run_dir)
-    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+
+    def course(name: str) -> list[tuple[int, Any]]:
+        return [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     if train := course("loss"):

@@ -161,7 +161,9 @@ class Saver(Checkpoints):
                 self.wait()
             return self.failures
 
-        again = lambda failures: failures and (len(failures) < MOST_FAILED or failures[-1].may_pass)
+        def again(failures: list[Failure]) -> bool:
+            return bool(failures) and (len(failures) < MOST_FAILED or failures[-1].may_pass)
+
         pause = wait_random_exponential(multiplier=0.5, max=retry.LONGEST)
         Retrying(retry=retry_if_result(again), wait=pause)(attempt)
         self._give_up_after(1)
@@ -238,7 +240,11 @@ class Saver(Checkpoints):
         """Move the checkpoints newer than `step`'s to newer-checkpoints/."""
         newer = [other for other in self.steps if other > step]
         self.steps = [other for other in self.steps if other <= step]
-        move = lambda: [self._move_aside(self.folder / str(other), "newer-checkpoints") for other in newer]
+
+        def move() -> None:
+            for other in newer:
+                self._move_aside(self.folder / str(other), "newer-checkpoints")
+
         on_first_process(lambda: with_retries(str(self.folder), move))
         if newer:
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")

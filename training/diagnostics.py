@@ -72,12 +72,17 @@ def measure(leaves: Leaves, state: TrainState, sums: StepSums, update: Update) -
     gradients, params, updates = (jax.tree.leaves(tree) for tree in (update.gradients, state.params, update.updates))
     square_norms = {"gradient_norm": gradients, "parameter_norm": params, "update_norm": updates}
     square_norms = {kind: [square_sum(leaf) for leaf in tree] for kind, tree in square_norms.items()}
-    norms = lambda names: {
-        kind: {name: jnp.sqrt(total) for name, total in sums_by(names, values).items()}
-        for kind, values in square_norms.items()
-    }
+
+    def norms(names: Sequence[str]) -> dict[str, dict[str, Array]]:
+        return {
+            kind: {name: jnp.sqrt(total) for name, total in sums_by(names, values).items()}
+            for kind, values in square_norms.items()
+        }
+
+    def of_all(values: Array) -> dict[str, Array]:
+        return {"all": jnp.sum(values), **sums_by(leaves.groups, values)}
+
     signal, noise = signal_and_noise(squares, sums.tokens, jnp.stack(square_norms["gradient_norm"]), leaves.divided)
-    of_all = lambda values: {"all": jnp.sum(values), **sums_by(leaves.groups, values)}
     groups, sizes = norms(leaves.groups), sums_by(leaves.groups, leaves.sizes)
     # The updates of padding are zeros, too.
     unchanged = [
@@ -153,6 +158,9 @@ def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:
     """Return the groups whose transformations (optax.partition's) keep such a state."""
-    is_one = lambda node: isinstance(node, kind)
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
     for name, of_group in opt_state.inner_states.items():
         yield from ((name, state) for state in filter(is_one, jax.tree.leaves(of_group, is_leaf=is_one)))

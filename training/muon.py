@@ -61,7 +61,9 @@ def muon(
     takes matrices without padding."""
 
     def init(params: optax.Params) -> MuonState:
-        second = lambda p: jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
+        def second(p: Array) -> Array:
+            return jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
+
         return MuonState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(second, params))
 
     def update(
@@ -172,7 +174,7 @@ def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...
 def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count short long"]:
     """Bring singular values near 1 by Polar Express, then the Frobenius norm to the norm for singular values of 1.
     Compute in float32 on every platform; nanochat uses bfloat16."""
-    norm = lambda x: jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+    norm = partial(jnp.linalg.norm, axis=(1, 2), keepdims=True)
     x = x / (1.01 * norm(x) + 1e-6)
     # Five iterations amplify rounding: in bfloat16, gradients that differ by 1e-6 give updates that differ by 3%.
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
