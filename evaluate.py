@@ -59,25 +59,16 @@ class Arguments:
     against: AnyPath = ""
     """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
-    """Benchmarks instead of held-out text: `core`, from the bundle that DCLM and nanochat use; `chatcore`, for a
-    network trained on conversations; or tasks of EleutherAI's lm-evaluation-harness by name: `hellaswag,arc_easy`. Each
-    item's result is kept; the same command resumes."""
+    """A benchmark instead of held-out text: `core`, from the bundle that DCLM and nanochat use, or `chatcore`, for a
+    network trained on conversations. Each item's result is kept; the same command resumes."""
     bundle: FilePath = ""
     """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/ and gsm8k/, as
     in docs/evaluation.md."""
-    chat: bool = False
-    """Ask tasks of the harness as conversations: shots are turns, and the network answers."""
-    system: str = ""
-    """With `chat`: a system message before each conversation."""
-    unsafe_code: bool = False
-    """Let tasks of the harness run code that the network writes, as `humaneval` does, on this machine."""
-    task_files: FilePath = ""
-    """Folder of more task files (.yaml) for the harness."""
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Most tokens of a prompt; a longer one loses its first tokens. Default: as many as a row of the run; for `core`
-    and `chatcore` ten times as many, as in nanochat. A token sees at most a row's length of tokens back."""
+    """Most tokens of a prompt; a longer one loses its first tokens. Default: ten rows of the run, as in nanochat. A
+    token sees at most a row's length of tokens back."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
@@ -107,7 +98,7 @@ def main() -> int:
 def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, Any]]:
     """Return the requested evaluation. Raise UserError for options that contradict each other, or that it ignores."""
     run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
-    evaluation = texts if source else core if tasks in BENCHMARKS else harness if tasks else held_out
+    evaluation = texts if source else core if tasks else held_out
     folder, keeps = run_dir or from_, evaluation is not held_out
     mistakes = [
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
@@ -121,23 +112,20 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         ),
         (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),
         (
-            evaluation is harness and BENCHMARKS.keys() & tasks.split(","),
-            "core and chatcore are measured alone, and lm-evaluation-harness' tasks by another command",
+            tasks and tasks not in BENCHMARKS,
+            f"--tasks={tasks} is neither core nor chatcore; for others: export.py --format=hf, then lm_eval --model hf",
         ),
         (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
-        (arguments.system and not arguments.chat, "--system is a message of a conversation: it needs --chat"),
         (tasks and source, "--tasks and --source are two evaluations; give one at a time"),
         (arguments.against and not source, "--against compares two networks on the same text; give it: --source=PATH"),
     ]
     for is_made, message in mistakes:
         if is_made:
             raise UserError(message)
-    of_chat = ("chat", "system", "unsafe_code")
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
         texts: ("other text (--source)", "source", "documents", "text_column", "against", "out"),
         core: (f"--tasks={tasks}", "tasks", "bundle", "items", "prompt_tokens", "out"),
-        harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", *of_chat, "out"),
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
     if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
@@ -211,19 +199,6 @@ def evaluate_core(
         figure = f"{benchmark.upper()} {results[benchmark]:.4f} +- {results[f'{benchmark}_stderr']:.4f}"
         plot_accuracies(points, f"{network.config.name}, {network.title}: {figure}", folder / f"{benchmark}.png")
     return results
-
-
-def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return figures of lm-evaluation-harness' tasks."""
-    from evaluation.harness import HarnessNetwork, evaluate_tasks, load_tasks
-
-    loaded = load_tasks(arguments.tasks.split(","), arguments.task_files, arguments.unsafe_code)
-    network = open_network(folder, mesh, arguments.step)
-    model = HarnessNetwork(network, network.scorer(arguments.prompt_tokens), arguments.chat)
-    out = Path(arguments.out or folder) / "harness"
-    asking = {"apply_chat_template": arguments.chat, "system_instruction": arguments.system or None}
-    asking |= {"confirm_run_unsafe_code": arguments.unsafe_code}
-    return network.step_line | evaluate_tasks(model, loaded, arguments.items, out, asking)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,8 @@ def text_name(source: str) -> str:
 
 
 def programs(model: ModelConfig, chat: bool) -> dict[str, str]:
-    """Return what other programs do with a network. tests/interchange and tests/evaluation try those with a version."""
+    """Return what other programs do with a network. tests/interchange tries those with a version, and tests of
+    `01e0c8d` tried lm-evaluation-harness."""
     lacking = ", ".join(beyond_hf(model))
     works = "loads it and gives the same greedy answers" if chat else "loads it and continues text"
     rows = {

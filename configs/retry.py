@@ -5,7 +5,7 @@ import re
 import ssl
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -31,7 +31,7 @@ PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
 
-CLIENTS = ("aiohttp", "botocore", "google.auth", "httpx")  # libraries whose errors without a status are the network's
+CLIENTS = ("aiohttp", "google.auth", "httpx")  # libraries whose errors without a status are the network's
 
 
 class StorageLost(Exception):
@@ -49,11 +49,9 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status in an error, as gcsfs, aiohttp, the hub's client and botocore keep it, or None."""
-    response: Any = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore's
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    kept = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", response))
+    """Return the HTTP status in an error, as gcsfs, aiohttp and the hub's client keep it, or None."""
+    response = getattr(error, "response", None)
+    kept = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
     return next((int(str(status)) for status in kept if str(status).isdigit()), None)
 
 

@@ -114,8 +114,7 @@ class DataConfig:
 
     source: Free[str] = "stdlib"
     """A dataset folder from data.prepare, or a folder of .bin token shards (llm.c, modded-nanogpt) with `tokenizer`.
-    Either may be at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...). A mixture gives each
-    dataset's share of the rows (`0.7:DIR,0.3:DIR`). The shares may change after a number of tokens
+    A mixture gives each dataset's share of the rows (`0.7:DIR,0.3:DIR`). The shares may change after a number of tokens
     (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`). Raw text is prepared once in the cache: `stdlib` (this Python's
     standard library), `chat-stdlib` (conversations made of it), or a file, a folder or a glob of .txt, .md, .py,
     .jsonl and .parquet."""
@@ -339,7 +338,7 @@ class HangConfig:
     seconds: NotNegative[int] = 600
     """Least limit in seconds for a step and the wait for its batch; the limit is ten times the median step if that is
     more. The first step of a process has six times as long. 0: no limit. Choose more than any step, and any stall of a
-    disk or network that passes. The clock stops while a data store does not answer."""
+    disk or network that passes."""
     io_seconds: NotNegative[float] = 7200.0
     """Limit in seconds for a restore, a save or an evaluation; 0: none. Choose more than the longest of them."""
 

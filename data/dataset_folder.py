@@ -1,6 +1,5 @@
 """Opening and checking a dataset folder.
 
-It is on this machine, or at a URL, and rows are read from there (data/store.py).
 A folder from data.prepare has a dataset.json. A folder with only .bin shards, as from llm.c and modded-nanogpt, also
 works: shards with the word `val` in their names are held out, and `data.tokenizer` gives their tokenizer.
 """
@@ -9,7 +8,6 @@ import hashlib
 import io
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +24,9 @@ from jaxtyping import Integer
 from configs.schema import DataConfig, UserError
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
 from data.record import HELD_OUT, name_words, read_record
-from data.shards import NO_INDEX, LocalShard, TokenStream
-from data.store import BlockCache, Shard, Store, StoredShard, readers
+from data.shards import NO_INDEX, Shard, TokenStream
 from data.tokenizer import TextTokenizer, load_tokenizer
 
-CACHE_GB = 20.0  # most gigabytes of blocks from a URL
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
 
 
@@ -53,8 +49,7 @@ class Dataset:
 
     def stream(self, part: str) -> TokenStream:
         """Return the tokens of `train` or `val`."""
-        shards = self.shards[part]
-        return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
+        return TokenStream(self.shards[part])
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
         """Return the starts of documents in the stream: from the shards' indices, or the positions of BOS tokens."""
@@ -118,16 +113,16 @@ class Dataset:
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
-    """Return the dataset in the folder `source`, on this machine or at a URL. Raw text is prepared once, in `cache`.
+    """Return the dataset in the folder `source`. Raw text is prepared once, in `cache`.
     Raise UserError if anything in the dataset is invalid."""
     folder, shards = Path(os.path.expanduser(source)), []
-    opened: Callable[[Path], Shard] = partial(LocalShard, remembered=cache / "examined")
+    opened: Callable[[Path], Shard] = partial(Shard, remembered=cache / "examined")
     if "://" in source and not os.path.exists(folder):
-        store = Store(source)
-        folder, shards = _copied(store, config, cache)
-        kept = BlockCache(cache / "blocks", CACHE_GB)
-        opened = lambda path: StoredShard(store, path, kept, cache / "examined")
-    elif source and os.path.isdir(folder):
+        raise UserError(
+            f"--data.source={source}: rows are read from folders: mount the bucket (gcsfuse), or copy the dataset to "
+            "each host (gcloud storage cp --recursive)"
+        )
+    if source and os.path.isdir(folder):
         shards = [path.name for path in folder.glob("*.bin")]
     if os.path.exists(folder / "dataset.json"):
         return _prepared(folder, config, opened)
@@ -163,22 +158,6 @@ def _not_a_dataset(source: str) -> UserError:
         f"--data.source={source} is neither a dataset nor text on this machine; prepare it, and train on the "
         f"result: python -m data.prepare --source={source} --out=DIR"
     )
-
-
-def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[str]]:
-    """Copy the small files. Return the folder, whose name changes with dataset.json, or without one, with any file; and
-    the names of the shards."""
-    shards = [name for name in store.facts if re.fullmatch(r"[^/]+\.bin", name)]
-    version: object = [store.version(name) for name in store.facts]
-    if "dataset.json" in store.facts:
-        version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])
-    elif not shards:
-        raise _not_a_dataset(store.url)
-    folder = cache / "stores" / hashlib.sha256(repr((store.url, version)).encode()).hexdigest()[:32]
-    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
-    small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
-    store.copy([name for name in store.facts if small.fullmatch(name)], folder)
-    return folder, shards
 
 
 def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
@@ -250,9 +229,4 @@ def _checked(
             )
     facts = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard, _ in every]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    before = int(fingerprint, 16)  # so that each dataset of a mixture has its own places in the cache
-    for shard, _ in every:
-        if isinstance(shard, StoredShard):
-            shard.before = before
-        before += len(shard.blocks.entries)
     return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents, conversations)

@@ -20,7 +20,7 @@ from jaxtyping import Int
 
 from configs.schema import UserError
 from data.mixture import Mixture
-from data.packing import Row, Rows, read_rows
+from data.packing import Row, Rows
 
 Shape = tuple[int, int, int]
 
@@ -68,8 +68,8 @@ class StepBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         micro_batches, width, _ = self.shape
         positions = self.first_row_of(int(index)) + np.arange(micro_batches)[:, None] * width + self.local_rows
-        rows = [self.sequence[position] for position in positions.ravel().tolist()]
-        return stack(read_rows(self.rows, rows), positions.shape, self.document_bos)
+        numbers = (self.sequence[position] for position in positions.ravel().tolist())
+        return stack([self.rows[part][row] for part, row in numbers], positions.shape, self.document_bos)
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """Return (dataset, row of it) for every row of a complete batch."""
@@ -100,10 +100,7 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
 
 def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
     """Yield the batches 0, 1, ... without end, on the devices. One batch is transferred ahead, so the loop waits
-    neither for the transfer nor for threads at the interpreter. `workers` threads read ahead. A store gets at least 8,
-    which mostly wait: a repeated request delays one batch for seconds, but not the others."""
-    if any(part.tokens.is_stored for part in batches.rows):
-        workers = max(workers, 8)
+    neither for the transfer nor for threads at the interpreter. `workers` threads read ahead."""
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     read = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
     placed = lambda: to_devices(next(read), batches.shape, sharding)
@@ -114,7 +111,7 @@ def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -
             batch = ahead.result()
             ahead = placing.submit(placed)
             yield batch
-    finally:  # without a wait: threads may wait for a store
+    finally:  # without a wait: threads may wait for a disk
         placing.shutdown(wait=False, cancel_futures=True)
         read.close()
 
@@ -142,7 +139,7 @@ def held_out_batches(
     counts = [min(len(part), max(round(tokens * of) // length, 1)) for part, of in zip(rows, weights)]
     apart = sum(-(-count // width) * width for count in counts) <= 1.25 * -(-sum(counts) // width) * width
     for part, count in zip(rows, counts):
-        taken = read_rows([part], [(0, i * len(part) // count) for i in range(count)])
+        taken = [part[i * len(part) // count] for i in range(count)]
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
         sizes = [int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken]

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,16 +38,7 @@ class StreamRows:
         return max(len(self.tokens) - 1, 0) // self.length
 
     def __getitem__(self, index: int) -> Row:
-        spans = self.spans(int(index))
-        return self.row(spans, self.tokens.read_many(spans))
-
-    def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return the spans of the stream that make a row."""
-        return [(index * self.length, (index + 1) * self.length + 1)]
-
-    def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """Return a row from the tokens of its spans."""
-        window = pieces[0].astype(np.int32)
+        window = self.tokens.read(index * self.length, (index + 1) * self.length + 1).astype(np.int32)
         return Row(inputs=window[:-1], targets=window[1:], weights=np.ones(self.length, np.float32))
 
 
@@ -84,22 +75,13 @@ class PlannedRows:
         return len(self.plan.rows) - 1
 
     def __getitem__(self, index: int) -> Row:
-        spans = self.spans(int(index))
-        return self.row(spans, self.tokens.read_many(spans))
-
-    def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return the spans of the stream that make a row: each piece, plus one token for its last target."""
         first, last = self.plan.rows[index : index + 2].tolist()
         starts, lengths = self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()
-        return [(start, start + length + 1) for start, length in zip(starts, lengths)]
-
-    def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """Return a row from the tokens of its spans."""
         inputs, targets = np.full((2, self.length), self.bos, np.int32)
         weights = np.zeros(self.length, np.float32)
         at = 0
-        for (start, stop), piece in zip(spans, pieces):
-            length = stop - start - 1
+        for start, length in zip(starts, lengths):
+            piece = self.tokens.read(start, start + length + 1)  # one more, for the last target
             if piece[0] != self.bos:
                 targets[at] = piece[0]
                 at += 1
@@ -123,19 +105,6 @@ def learned(tokens: Integer[np.ndarray, "tokens"], special: dict[str, int]) -> B
 
 Rows = StreamRows | PlannedRows
 """Random access to a dataset's rows."""
-
-
-def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[Row]:
-    """Return rows, each given as (dataset, row of it). Rows of one dataset are requested from a store together."""
-    read: dict[tuple[int, int], Row] = {}
-    for part in {part for part, _ in wanted}:
-        spans = {index: rows[part].spans(index) for one, index in wanted if one == part}
-        pieces = iter(rows[part].tokens.read_many(span for row_spans in spans.values() for span in row_spans))
-        read |= {
-            (part, index): rows[part].row(row_spans, [next(pieces) for _ in row_spans])
-            for index, row_spans in spans.items()
-        }
-    return [read[one] for one in wanted]
 
 
 def plan_rows(

@@ -34,10 +34,10 @@ from configs.schema import UserError
 T = TypeVar("T")
 TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
-BLOCK_BYTES = 65_536  # small relative to a step's rows (a few KB each); large relative to a store's cost per request
+BLOCK_BYTES = 65_536  # not much more than the rows that are read of it, a few KB each
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
 NO_INDEX = bytes(32)
-OPEN = 256  # local shards that are open at a time
+OPEN = 256  # shards that are open at a time
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -197,9 +197,9 @@ def remember(folder: Path, version: str, make: Callable[[], Blocks]) -> Blocks:
     return blocks
 
 
-class LocalShard:
-    """A shard on this machine. A block is hashed when it is first read. Nothing is mapped into memory: an error of a
-    mapped file's disk ends the process by a signal."""
+class Shard:
+    """A shard's tokens, by slices. A block is hashed when it is first read; UserError if it differs from its record.
+    Nothing is mapped into memory: an error of a mapped file's disk ends the process by a signal."""
 
     def __init__(self, path: Path, remembered: Path):
         """Raise UserError if it is not a shard, or incomplete. `remembered`: the folder of `remember`."""
@@ -244,7 +244,7 @@ class LocalShard:
 
 
 @lru_cache(OPEN)
-def _opened(shard: LocalShard) -> BinaryIO:
+def _opened(shard: Shard) -> BinaryIO:
     """Open a shard's file. The last `OPEN` stay open."""
     return shard.path.open("rb", buffering=0)
 
@@ -274,10 +274,9 @@ def _sidecar(name: str) -> str:
 class TokenStream:
     """Shards read as one long array of tokens."""
 
-    def __init__(self, shards: Sequence[Any], together: Callable = map):
-        """Take `shards`: arrays, or `data.store.Shard`. `together(read, spans)` reads many spans, concurrently from a
-        store, whose answers are slow."""
-        self.shards, self.together, self.is_stored = shards, together, together is not map
+    def __init__(self, shards: Sequence[Any]):
+        """Take `shards`: arrays, or `Shard`."""
+        self.shards = shards
         self.starts = [*accumulate(map(len, shards), initial=0)]
 
     def __len__(self) -> int:
@@ -290,7 +289,3 @@ class TokenStream:
             parts.append(self.shards[i][max(start - self.starts[i], 0) : stop - self.starts[i]])
             i += 1
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
-
-    def read_many(self, spans: Iterable[tuple[int, int]]) -> list[Integer[np.ndarray, "_"]]:
-        """Return the tokens of each (start, stop)."""
-        return list(self.together(lambda span: self.read(*span), spans))

@@ -124,10 +124,8 @@ def write(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[Laye
 class Engine:
     """Call `begin` for each answer, and then `step` until it is finished."""
 
-    def __init__(self, network: Network, slots: int = 1, capacity: int | None = None, chat: bool = True):
-        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over. `capacity`: tokens
-        of a row, else those of the network's sequence. Without `chat` an answer ends with its document alone, and
-        calls of Python are text."""
+    def __init__(self, network: Network, slots: int = 1):
+        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over."""
         config, mesh, dtype = network.config.model, network.mesh, network.dtype
         self.devices = batch_devices(mesh)
         self.slots_per_device = -(-slots // self.devices)  # on a device
@@ -137,10 +135,9 @@ class Engine:
             for i in range(self.slots_per_device)
             for device in range(self.devices)
         ]
-        self.capacity = capacity or network.config.batch.sequence_length
+        self.capacity = network.config.batch.sequence_length  # tokens of a row
         self.tokenizer = network.tokenizer
-        special = network.tokenizer.special_tokens if chat else {}
-        _, _, _, end, *self.tools = (special.get(name, -1) for name in CHAT_TOKENS)
+        _, _, _, end, *self.tools = (self.tokenizer.special_tokens.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
         self.params = jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), network.params)
         over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
@@ -183,20 +180,15 @@ class Engine:
         slot.answer = Answer(sampling, most or self.capacity, len(tokens) - slot.cached)
         return slot.answer
 
-    def answers(
-        self,
-        asked: Iterable[tuple[Sequence[int], Sampling, int]],
-        ended: Callable[[int, Answer], bool] = lambda place, answer: False,
-    ) -> Iterator[tuple[int, Answer]]:
-        """Yield each prompt's place and its answer when it is finished, or `ended`. Every slot is kept busy."""
+    def answers(self, asked: Iterable[tuple[Sequence[int], Sampling, int]]) -> Iterator[tuple[int, Answer]]:
+        """Yield each prompt's place and its answer when it is finished. Every slot is kept busy."""
         waiting, writing = deque(enumerate(asked)), dict[Answer, int]()
         while waiting or writing:
             while waiting and self.free:
                 place, (prompt, sampling, most) = waiting.popleft()
                 writing[self.begin(prompt, sampling, most)] = place
             self.step()
-            for answer in [one for one, place in writing.items() if one.finished or ended(place, one)]:
-                self.drop(answer)
+            for answer in [one for one in writing if one.finished]:
                 yield writing.pop(answer), answer
 
     def drop(self, answer: Answer) -> None:

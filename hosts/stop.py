@@ -22,10 +22,8 @@ from jax.experimental import multihost_utils
 
 from configs.command_line import Exit
 from configs.schema import HangConfig
-from data.store import OUTAGE
 from hosts.distributed import max_over_processes
 
-AWAY = 10  # seconds without an answer from a store: more than single errors cost
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet
 FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
@@ -187,10 +185,7 @@ class Watchdog:
         return max(self.config.seconds, FACTOR * median(self.step_seconds) * (self.dispatched + 1 - self.finished))
 
     def check(self) -> None:
-        """Call `on_timeout` if they have taken longer. A store that does not answer delays every process, but is not a
-        hang: the time restarts when it answers."""
-        if OUTAGE.seconds > AWAY:
-            self.since = max(self.since, time.monotonic())
+        """Call `on_timeout` if they have taken longer."""
         passed = time.monotonic() - self.since
         if passed > self.allowed:
             usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"

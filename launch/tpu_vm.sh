@@ -6,6 +6,7 @@
 #
 #   NAME PROJECT ZONE    of the queued resource
 #   BUCKET               gs://BUCKET/FOLDER for the code and the hosts' logs
+#   DATA                 gs://BUCKET/FOLDER of data.prepare: each host copies it, for --data.source=/var/lib/tokensum/data
 #   TYPE RUNTIME         v5litepod-16 v2-alpha-tpuv5-lite
 #   SLICES=1             slices of that type; CAPACITY=spot, on-demand, reserved or flex-start
 #   HOURS=24             everything ends that long after `create`, which includes the wait for the slices
@@ -19,7 +20,7 @@ host_script() { # the hosts' startup script, with the arguments of train.py
     echo "#!/bin/bash"
     echo "mkdir -p /var/lib/tokensum; cat > /var/lib/tokensum/run.sh <<'END_OF_RUN'"
     printf '%s=%q\n' CODE "$code" LOGS "$BUCKET/logs" DEADLINE "@$deadline" LIMIT $((deadline + 1200)) \
-        SECRETS "${SECRETS:-}"
+        SECRETS "${SECRETS:-}" DATA "${DATA:-}"
     printf '%s=(%s)\n' TRAIN "$(printf '%q ' "$@")" \
         DELETE "$(printf '%q ' gcloud "${tpus[@]}" delete "${place[@]}" --force --async)"
     cat << 'END_OF_HOST'
@@ -34,6 +35,7 @@ limit() { # also if the set-up or the run hangs
 }
 set_up() {
     rm -rf code && mkdir code && gcloud storage cp "$CODE" - | tar -x -C code || return
+    mkdir -p data && { [ -z "$DATA" ] || gcloud storage rsync --recursive "$DATA" data; } || return
     python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 &&
         make -C code setup EXTRA=tpu,gcs PYTHON="$(~/.local/bin/uv python find 3.12)" && touch ready
 }

@@ -3,10 +3,8 @@
 import base64
 import hashlib
 import json
-import random
 import re
 import threading
-import time
 from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,7 +19,6 @@ class FakeGCS(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.generation = 0
         self.lock = threading.Lock()
-        self.dice = random.Random(0)
         self.reset()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -32,12 +29,6 @@ class FakeGCS(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.full = False
         """Answers each write with an error."""
-        self.seconds = 0.0
-        """That each answer takes."""
-        self.failing = 0.0
-        """The share of the requests that get an error in place of an answer."""
-        self.down = False
-        """Answers nothing but errors."""
         self.forbidden = False
         self.keeps = False
         """Lets nothing be deleted, and so nothing be overwritten."""
@@ -94,11 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(address.query).items()}
         self.server.asked.append(f"{self.command} {self.path}")
-        time.sleep(self.server.seconds)
         if self.server.page:
             return self.answer(*self.server.page)
-        if self.server.down or self.server.dice.random() < self.server.failing:
-            return self.answer(503, {"error": {"code": 503, "message": "try again"}})
         if self.server.forbidden:
             return self.answer(403, {"error": {"code": 403, "message": "you may not read this"}})
         with self.server.lock:

@@ -6,11 +6,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from run.record import read_metrics
-from tests.evaluation.harness_tasks import make_tasks
+from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
 from tests.hosts.processes import finish
 from tests.hosts.processes import start as start_processes
@@ -49,48 +48,23 @@ def assert_same(run_dir: Path, other: Path, steps=20) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
-    """Answer requests of every kind."""
-    pytest.importorskip("lm_eval")
+def test_two_processes_give_the_answers_of_one_to_core(folder, one_device, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
-    (folder / "tasks").mkdir()
-    make_tasks(folder / "tasks")
-    names = "tiny_choices,tiny_schema,tiny_endings,tiny_text,tiny_writing"
-    command = ("evaluate.py", "--run_dir=one", f"--tasks={names}", "--task_files=tasks")
+    make_bundle(folder / "bundle")
+    command = ("evaluate.py", "--run_dir=one", "--tasks=core", "--bundle=bundle", "--items=16")
     assert run("evaluate", monkeypatch, *command[1:], "--out=asked-one", devices=1) == 0
     outputs = finish(start(folder, "--out=asked-two", "--mesh.fsdp=2", command=command), 0)
-    assert sorted("acc_stderr" in text for text in outputs) == [False, True]  # one prints the table
+    assert sorted("core_stderr" in text for text in outputs) == [False, True]  # one prints the table
     ours, theirs = (
-        {
-            (path.stem, i): answer
-            for path in (folder / name / "harness" / "step_40").glob("*/*.jsonl")
-            for i, line in enumerate(path.read_text().splitlines())
-            for answer in json.loads(line)["answers"]
-        }
-        for name in ("asked-one", "asked-two")
-    )
-    assert ours.keys() == theirs.keys() and len(ours) == 30
-    for key, answer in ours.items():
-        same = theirs[key] == answer
-        assert (
-            same
-            if isinstance(answer, str)
-            else np.ravel(theirs[key])[0] == pytest.approx(np.ravel(answer)[0], abs=1e-4)
+        {(line["task"], line["item"]): line["losses"] for line in map(json.loads, text.splitlines()[1:])}
+        for text in (
+            (folder / name / "core" / "step_40_items_16" / "items.jsonl").read_text()
+            for name in ("asked-one", "asked-two")
         )
-
-
-SLOW = """
-import os, runpy, sys, time
-import data.loader
-batches = data.loader.train_batches
-def slow_batches(*arguments):
-    for batch in batches(*arguments):
-        time.sleep(0.5)
-        yield batch
-if os.environ["JAX_PROCESS_ID"] == "1":
-    data.loader.train_batches = slow_batches
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
+    )
+    assert ours.keys() == theirs.keys() and len(ours) > 100
+    for key, losses in ours.items():
+        assert theirs[key] == pytest.approx(losses, abs=1e-4), key
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ from run.clock import ACTIVITIES
 from run.record import fetch_locally, local_path, read_metrics
 from run.saver import Saver
 from tests.evaluation.core_bundle import make_bundle
-from tests.evaluation.harness_tasks import make_tasks
 from tests.hosts.processes import environment_of
 from tools import report
 
@@ -288,29 +287,6 @@ def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkey
     assert "of the architecture gpt2" in capsys.readouterr().err
 
 
-def test_a_misspelled_task_of_the_harness_is_named_with_a_near_one(folder, untouched, monkeypatch, capsys):
-    pytest.importorskip("lm_eval")
-    monkeypatch.chdir(folder)
-    (folder / "tasks").mkdir()
-    make_tasks(folder / "tasks")
-    from lm_eval import tasks
-
-    known = tasks.TaskManager  # without the 14,000 task files of the harness
-    monkeypatch.setattr(tasks, "TaskManager", lambda **options: known(**{**options, "include_defaults": False}))
-    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=tiny_choice", "--task_files=tasks") == 2
-    log = capsys.readouterr().err
-    assert "no task of lm-evaluation-harness has that name; near it: tiny_choices" in log and "Traceback" not in log
-
-
-def test_without_the_harness_its_tasks_name_the_installation(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "lm_eval.api.model", raising=False)
-    monkeypatch.delitem(sys.modules, "evaluation.harness", raising=False)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=hellaswag") == 2
-    assert "make setup EXTRA=harness" in capsys.readouterr().err
-
-
 def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch, capfd):
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
@@ -351,7 +327,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
             ["--source=text", "--out=nothing", "--tokenizer=untouched/tokenizer", "--vocab_size=400"],
             "untouched/tokenizer has 300 tokens: leave one out",
         ),
-        ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "are measured alone"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "is neither core nor chatcore"),
         ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
         ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text has no network"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),

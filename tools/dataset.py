@@ -10,7 +10,6 @@ import tyro
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
-from configs.files import in_bucket
 from configs.messages import progress
 from configs.retry import with_retries
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
@@ -32,7 +31,7 @@ class Arguments:
     """Options of this command."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A dataset's folder, here or at a URL; or a run's, here or at gs://, whose text, seed, packing and sizes apply."""
+    """A dataset's folder; or a run's, here or at gs://, whose text, seed, packing and sizes apply."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Show the batch of this step (the first is 0). For a run: the step's actual batch."""
     rows: Positive[int] = 4
@@ -153,7 +152,7 @@ def holds_run(path: str) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
     file = storage_path(path) / "config.json"
     with reading(path):
-        return (in_bucket(path) or "://" not in path) and with_retries(path, file.exists)
+        return with_retries(path, file.exists)
 
 
 def main() -> int:
@@ -161,11 +160,11 @@ def main() -> int:
     path, length = arguments.path, arguments.sequence_length
     if is_run := holds_run(path):
         config = record_of(path)[1]
-    elif "://" in path or Path(path).is_dir():
+    elif Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)
         config = Config(name="dataset", data=DataConfig(path, arguments.tokenizer), batch=batch)
     else:
-        raise UserError(f"{path} is not a folder: give a dataset's, or a run's")
+        raise UserError(f"{path} is not a folder here: give a dataset's, or a run's")
     names, options = read_source(config.data.source)[0], replace(config.data, packing="best_fit")  # finds documents
     datasets = [open_dataset(name, options, config.model.vocab_size, cache_dir()) for name in names]
     if arguments.step is not None:
@@ -173,8 +172,8 @@ def main() -> int:
             config = replace(config, data=replace(config.data, packing="whole"))
         show_step(config, path, arguments.step, arguments.rows, datasets[0].tokenizer.vocab_size)
         return 0
-    for name, dataset in zip(names, datasets):
-        print(describe(dataset, name if "://" in name else str(dataset.folder), config.batch.sequence_length))
+    for dataset in datasets:
+        print(describe(dataset, str(dataset.folder), config.batch.sequence_length))
     return 0
 
 

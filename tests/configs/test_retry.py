@@ -38,13 +38,9 @@ def answered(**facts: object) -> Exception:
         (ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']"), False),
         (ValueError("RESOURCE_EXHAUSTED: HTTP 429: slower"), True),
         (HttpError({"code": 401, "message": "who are you"}), True),
-        # Statuses as aiohttp, the hub's client and botocore store them.
+        # Statuses as aiohttp and the hub's client store them.
         *((answered(status=status), may_pass) for status, may_pass in [(403, False), (502, True)]),
         (answered(response=Mock(status_code=404)), False),
-        *(
-            (answered(response={"ResponseMetadata": {"HTTPStatusCode": status}}), may_pass)
-            for status, may_pass in [(403, False), (500, True)]
-        ),
         (ConnectionResetError(), True),
         (OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), False),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),

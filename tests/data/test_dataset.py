@@ -224,7 +224,9 @@ def test_text_that_does_not_fit_the_run_is_refused(made, cache):
     assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # the network may be larger
 
 
-def test_missing_text_is_refused_with_the_command_that_downloads_it(cache):
+def test_text_elsewhere_is_refused_with_what_brings_it_here(cache):
+    with pytest.raises(UserError, match=r"--data\.source=gs://bucket/x: .*gcsfuse"):
+        open_dataset("gs://bucket/x", DataConfig(), SIZE, cache)
     with pytest.raises(UserError, match=r"python -m data\.prepare --source=hf:owner/name --out=DIR"):
         open_dataset("hf:owner/name", DataConfig(), SIZE, cache)
 

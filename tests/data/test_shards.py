@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import data.shards as module
 from configs.retry import StorageLost
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, LocalShard, TokenStream, read_blocks, write_blocks, write_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, TokenStream, read_blocks, write_blocks, write_shard
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
@@ -35,8 +35,8 @@ def shard(request, tmp_path: Path) -> Path:
     return tmp_path / "x.bin"
 
 
-def opened(path: Path) -> LocalShard:
-    return LocalShard(path, path.parent / "memory")
+def opened(path: Path) -> Shard:
+    return Shard(path, path.parent / "memory")
 
 
 def flip(path: Path, place: int) -> None:

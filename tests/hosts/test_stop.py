@@ -4,15 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from configs.schema import HangConfig
-from data.store import OUTAGE
 from hosts.stop import Stop, Watchdog
 from tests.hosts.processes import finish, start
 from tests.hosts.test_runtime import exit_code
@@ -133,22 +131,14 @@ def test_the_first_step_may_take_longer(monkeypatch):
     assert not watched.times_out_after(599) and watched.times_out_after(601)
 
 
-@pytest.mark.parametrize("cause", ["store", "evaluation", "both"])
-def test_an_unreachable_store_and_an_evaluation_are_no_hang(monkeypatch, cause):
+def test_an_evaluation_is_no_hang(monkeypatch):
     watched = Watched(monkeypatch, seconds=100)
     watched.take(10, seconds=2)
-    watched.time += 50 if cause == "evaluation" else 500
-    with monkeypatch.context() as patch:
-        patch.setattr(OUTAGE, "since", None if cause == "evaluation" else time.monotonic() - 60)
-        with nullcontext() if cause == "store" else watched.dog.paused("an evaluation"):
-            assert not watched.times_out_after(600)
-            watched.time += 600
-            watched.dog.check()
-            patch.setattr(OUTAGE, "since", None)
-            assert cause == "store" or not watched.times_out_after(1e6)
-    if cause == "store":
-        assert not watched.times_out_after(99)
-    assert watched.times_out_after(101)
+    watched.time += 50
+    with watched.dog.paused("an evaluation"):
+        watched.time += 600
+        assert not watched.times_out_after(1e6)
+    assert not watched.times_out_after(49) and watched.times_out_after(51)
 
 
 INTERRUPTED_TWICE = """

@@ -44,7 +44,7 @@ def test_shellcheck_accepts_sky(part):
 
 def test_shellcheck_accepts_the_hosts_script(tmp_path):
     outer = (LAUNCH / "tpu_vm.sh").read_text().split("<< 'END_OF_HOST'\n")[1].split("END_OF_RUN\n")[0]
-    variables = "CODE=x LOGS=x DEADLINE=0 LIMIT=0 SECRETS=x TRAIN=() DELETE=()\n"
+    variables = "CODE=x LOGS=x DEADLINE=0 LIMIT=0 SECRETS=x DATA=x TRAIN=() DELETE=()\n"
     shellcheck("--shell=bash", "-", text=variables + outer)
 
 

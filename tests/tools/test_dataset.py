@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -72,28 +71,23 @@ def test_conversations_mark_the_tokens_that_are_learned(tmp_path, monkeypatch, c
     assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
 
 
-def test_a_dataset_at_a_url_and_a_run_in_a_bucket_are_those_of_the_folder(tmp_path, monkeypatch, capsys, gcs):
+def test_a_run_in_a_bucket_is_that_of_the_folder(tmp_path, monkeypatch, capsys, gcs):
     """A jump of the loss names this command, with the run's folder wherever it is."""
     (tmp_path / "one.txt").write_text("some words of text\n" * 4000)
-    made, filesystem = tmp_path / "data", fsspec.filesystem("memory")
+    made = tmp_path / "data"
     prepare(Preparation(source=str(tmp_path / "one.txt"), vocab_size=273, val_fraction=0.3), made)
-    for path in filter(Path.is_file, made.rglob("*")):
-        filesystem.pipe(f"/inspected/{path.relative_to(made)}", path.read_bytes())
     folder = write_run(tmp_path / "run", batch=64, data=DataConfig(str(made)), length=16)
     for path in filter(Path.is_file, folder.rglob("*")):
         gcs.put(f"runs/far/{path.relative_to(folder)}", path.read_bytes())
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
-    assert run(monkeypatch, made) == run(monkeypatch, "memory://inspected") == 0
-    lines = capsys.readouterr().out.splitlines()
-    half = len(lines) // 2
-    assert lines[half].startswith("memory://inspected  (fingerprint") and lines[1:half] == lines[half + 1 :]
     assert run(monkeypatch, folder, "--step=3") == run(monkeypatch, "gs://bucket/runs/far", "--step=3") == 0
     lines = capsys.readouterr().out.splitlines()
     half = len(lines) // 2
     assert lines[0] == "step 3: 4 rows of 16 tokens, of which 4 follow" and lines[:half] == lines[half:]
-    with pytest.raises(UserError, match="gs://bucket/runs/none"):
-        run(monkeypatch, "gs://bucket/runs/none", "--step=3")
-    assert run(monkeypatch, "memory://inspected", "--step=3", "--sequence_length=16") == 0
+    for missing in ("gs://bucket/runs/none", "s3://bucket/text"):
+        with pytest.raises(UserError, match=f"{missing} is not a folder here"):
+            run(monkeypatch, missing, "--step=3")
+    assert run(monkeypatch, made, "--step=3", "--sequence_length=16") == 0
     assert "step 3: 4 rows of 16 tokens, of which 4 follow" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"^--step=-1 cannot work: "):
         run(monkeypatch, made, "--step=-1")
