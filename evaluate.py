@@ -28,7 +28,7 @@ from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import measure_text, read_sources, results_of
 from hosts.distributed import check_hosts_agree
 from hosts.runtime import cache_dir, run_command, start_jax
-from interchange.init_from import is_network, network_config, tokenizer_in
+from interchange.init_from import is_network, network_config
 from run.record import fetch_locally
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.step import make_eval_step
@@ -161,9 +161,7 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     out, against = arguments.out or folder, arguments.against
     for one in filter(None, (folder, against)):
         network_config(fetch_locally(one))  # a mistake is reported before any compute
-    local = fetch_locally(folder)
-    tokenizer = tokenizer_in(local) or local
-    sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
+    sources = read_sources(arguments.source, arguments.documents, arguments.text_column, cache_dir())
     network = open_network(folder, mesh, arguments.step)
     ours, theirs = measure_text(network, folder, sources, out), None
     if against:

@@ -211,7 +211,7 @@ def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: n
 
 def rows_of_text(network: Network) -> Int[np.ndarray, "rows length"]:
     """Return two rows of Python's library as the network's tokens."""
-    (text,) = read_sources("stdlib", 100, "text", Path(), cache_dir())
+    (text,) = read_sources("stdlib", 100, "text", cache_dir())
     length = min(network.config.batch.sequence_length, 1024)
     encoded = network.tokenizer.encode([document.text for document in text.documents])
     return np.array([[network.tokenizer.bos, *ids][:length] for ids in encoded if len(ids) >= length][:2], np.int32)

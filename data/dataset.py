@@ -33,8 +33,8 @@ class Text:
     document_bos: int | None
     """The token that begins documents, if attention is restricted to them (`mask_documents`)."""
     fingerprint: str
-    val_documents: int | None
-    """Number of held-out documents, if every dataset counts them."""
+    val_documents: int
+    """Number of held-out documents."""
     too_long: str = ""
     """With `packing=whole`: the number of documents longer than a row, and their treatment."""
 
@@ -50,7 +50,7 @@ class Text:
         line = f"validation: {taken:,} of {sum(available):,} held-out tokens"
         if taken < tokens - length * len(available):
             line += f": fewer than --eval.tokens={tokens:,}"
-        if self.val_documents is not None and self.val_documents < FEW:
+        if self.val_documents < FEW:
             line += f", of {self.val_documents} document(s): too few for small differences of bits per byte"
         return line
 
@@ -102,7 +102,7 @@ def open_text(
                 f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
                 f"again with --tokenizer={datasets[0].folder}/tokenizer"
             )
-    if lost := tokenizer.text_lost():  # of shards from elsewhere, or of an earlier version's
+    if lost := tokenizer.text_lost():  # of an earlier version's
         print(f"the tokenizer of {names[0]} may lose text, and bits per byte be wrong: {lost}", file=sys.stderr)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -136,8 +136,7 @@ def open_text(
     mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
     fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((*mixed, prints)).encode()).hexdigest()[:16]
     document_bos = tokenizer.bos if config.mask_documents else None
-    counts = [dataset.val_documents for dataset in datasets]
-    documents = None if None in counts else sum(filter(None, counts))
+    documents = sum(dataset.val_documents for dataset in datasets)
     mixture = Mixture(stages, length)
     return Text(names, train, val, mixture, tokenizer, document_bos, fingerprint, documents, too_long)
 

@@ -1,8 +1,4 @@
-"""Opening and checking a dataset folder.
-
-A folder from data.prepare has a dataset.json. A folder with only .bin shards, as from llm.c and modded-nanogpt, also
-works: shards with the word `val` in their names are held out, and `data.tokenizer` gives their tokenizer.
-"""
+"""Opening and checking a dataset folder, which data.prepare wrote."""
 
 import hashlib
 import io
@@ -10,11 +6,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +18,8 @@ from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
-from data.record import HELD_OUT, name_words, read_record
-from data.shards import NO_INDEX, Shard, TokenStream
+from data.record import read_record
+from data.shards import Shard, TokenStream
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
@@ -42,8 +37,8 @@ class Dataset:
     """Equal fingerprints mean equal tokens with equal meanings."""
     held_out: str
     """A description of how the held-out part was chosen."""
-    val_documents: int | None = None
-    """Number of held-out documents, if the folder counts them."""
+    val_documents: int
+    """Number of held-out documents."""
     conversations: bool = False
     """True if documents are conversations: only an assistant's tokens are learned."""
 
@@ -52,20 +47,17 @@ class Dataset:
         return TokenStream(self.shards[part])
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
-        """Return the starts of documents in the stream: from the shards' indices, or the positions of BOS tokens."""
+        """Return the starts of documents in the stream."""
         befores = self.stream(part).starts
-        return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
+        return np.concatenate([before + starts for before, starts in zip(befores, self._starts(part))])
 
     def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
         """Yield the starts of documents in each shard."""
         for shard in self.shards[part]:
             index = shard.path.with_suffix(".starts.npy")
-            if shard.blocks.index_sha256 == NO_INDEX or not index.exists():
-                yield np.flatnonzero(shard[:] == self.tokenizer.bos)
-                continue
-            content = index.read_bytes()
+            content = index.read_bytes() if index.exists() else b""
             if hashlib.sha256(content).digest() != shard.blocks.index_sha256:
-                raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
+                raise UserError(f"{index} is missing or damaged; bring it back, or prepare the dataset again")
             yield np.load(io.BytesIO(content))
 
     def lengths(self, part: str) -> Integer[np.ndarray, "documents"]:
@@ -79,10 +71,8 @@ class Dataset:
         for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
             starts_so_far.append(before - begin + starts)
             if end > begin and (sum(map(len, starts_so_far)) >= PLANNED or end == len(stream)):
-                every = np.unique(np.concatenate([np.zeros(1, np.int64), *starts_so_far]))
-                headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
-                drop = config.too_long == "drop"
-                yield begin, plan_rows(config.packing, every, end - begin, length, headless, drop)
+                every, drop = np.concatenate(starts_so_far), config.too_long == "drop"
+                yield begin, plan_rows(config.packing, every, end - begin, length, drop)
                 starts_so_far, begin = [], end
 
     def rows(self, part: str, config: DataConfig, length: int, cache: Path) -> Rows:
@@ -113,24 +103,21 @@ class Dataset:
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
-    """Return the dataset in the folder `source`. Raw text is prepared once, in `cache`.
-    Raise UserError if anything in the dataset is invalid."""
-    folder, shards = Path(os.path.expanduser(source)), []
-    opened: Callable[[Path], Shard] = partial(Shard, remembered=cache / "examined")
+    """Return the dataset in the folder `source`. Raw text is prepared once, in `cache`. Raise UserError if anything in
+    the dataset is invalid."""
+    folder = Path(os.path.expanduser(source))
     if "://" in source and not os.path.exists(folder):
         raise UserError(
             f"--data.source={source}: rows are read from folders: mount the bucket (gcsfuse), or copy the dataset to "
             "each host (gcloud storage cp --recursive)"
         )
-    if source and os.path.isdir(folder):
-        shards = [path.name for path in folder.glob("*.bin")]
     if os.path.exists(folder / "dataset.json"):
-        return _prepared(folder, config, opened)
-    if shards:
-        return _made_by_others(folder, shards, config, opened)
+        return _prepared(folder, config)
+    if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
+        raise UserError(f"{folder} has shards without a dataset.json; copy it there again, or prepare the text")
     if source.startswith("hf:"):
         raise _not_a_dataset(source)
-    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training), config, opened)
+    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training), config)
 
 
 def _prepare_raw(*arguments: Any) -> Path:
@@ -160,7 +147,8 @@ def _not_a_dataset(source: str) -> UserError:
     )
 
 
-def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
+def _prepared(folder: Path, config: DataConfig) -> Dataset:
+    """Return the dataset in the folder. Raise UserError if it is incomplete or damaged."""
     facts = read_record(folder)
     if not (facts["shards"] and facts["complete"]):
         raise UserError(f"{folder} is not complete; continue its preparation")
@@ -171,62 +159,21 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
     if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
         raise UserError(f"{folder} has another tokenizer; prepare it again with --tokenizer={config.tokenizer}")
-    listed = {part: [s[part] for s in facts["shards"] if part in s] for part in ("train", "val")}
-    shards = {part: {folder / shard["file"]: shard["sha256"] for shard in listed[part]} for part in listed}
-    below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
-    chosen = below if facts["held_out_by"] == "text" else "files of their own"
-    documents = sum(shard["documents"] for shard in listed["val"])
-    return _checked(folder, shards, tokenizer, opened, chosen, documents, conversations)
-
-
-def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
-    if not config.tokenizer and (folder / "tokenizer").exists():
-        raise UserError(f"{folder} has lost its dataset.json; copy it there again, or prepare the dataset again")
-    if not config.tokenizer:
-        raise UserError(
-            f"{folder} has shards without a dataset.json; name their tokenizer: --data.tokenizer=tiktoken:gpt2"
-        )
-    paths = [folder / name for name in sorted(names)]
-    val = [path for path in paths if HELD_OUT & name_words(path.name)]
-    train = [path for path in paths if path not in val]
-    if tests := [path.name for path in train if "test" in name_words(path.name)]:
-        raise UserError(f"{folder}/{tests[0]}: a test split must not be trained on; move it elsewhere")
-    if not train or not val:
-        raise UserError(
-            f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
-            "held out have the word `val` or `validation` in their names"
-        )
-    shards = {"train": dict.fromkeys(train, ""), "val": dict.fromkeys(val, "")}
-    chosen = "shards with the word `val` in their names"
-    return _checked(folder, shards, load_tokenizer(config.tokenizer), opened, chosen)
-
-
-def _checked(
-    folder: Path,
-    paths: dict[str, dict[Path, str]],
-    tokenizer: TextTokenizer,
-    opened: Callable[[Path], Shard],
-    held_out: str,
-    val_documents: int | None = None,
-    conversations: bool = False,
-) -> Dataset:
-    """Return the dataset of these shards. `paths` has each one's SHA-256, if recorded."""
-    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter
-        shards = {part: list(threads.map(opened, paths[part])) for part in paths}
-    every = [(shard, paths[part][shard.path]) for part in shards for shard in shards[part]]
-    for part in shards:
-        if not any(map(len, shards[part])):
-            raise UserError(f"{folder} has no token of `{part}` in the {len(shards[part])} requested shard(s)")
-    for shard, sha256 in every:
-        if sha256 and shard.blocks.sha256 != sha256:
+    listed = {part: [shard[part] for shard in facts["shards"] if part in shard] for part in ("train", "val")}
+    if empty := [part for part in listed if not listed[part]]:
+        raise UserError(f"{folder} has no text of `{empty[0]}`")
+    with ThreadPoolExecutor() as threads:
+        opened = lambda entry: Shard(folder / entry["file"])
+        shards = {part: list(threads.map(opened, listed[part])) for part in listed}
+    every = [shard for part in shards for shard in shards[part]]
+    for shard, entry in zip(every, listed["train"] + listed["val"]):
+        if shard.blocks.sha256 != entry["sha256"]:
             raise UserError(
                 f"{shard.path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again"
             )
-        if shard.blocks.largest >= tokenizer.vocab_size:
-            raise UserError(
-                f"{shard.path} contains the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
-                "tokens: it was made with another tokenizer"
-            )
-    facts = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard, _ in every]
-    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    identity = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard in every]
+    fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
+    held_out = below if facts["held_out_by"] == "text" else "files of their own"
+    val_documents = sum(shard["documents"] for shard in listed["val"])
     return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents, conversations)

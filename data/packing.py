@@ -112,25 +112,21 @@ def plan_rows(
     starts: Integer[np.ndarray, "documents"],
     tokens: int,
     length: int,
-    headless: bool = False,
     drop: bool = False,
 ) -> Plan:
-    """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the
-    first has none. `packing` is one of `FITS`. With `drop`, `whole` leaves out a document longer than a row."""
+    """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS. `packing` is one
+    of `FITS`. With `drop`, `whole` leaves out a document longer than a row."""
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after their own BOS.
-    first = np.full(len(sizes), length)
-    first[0] -= headless
     if packing == "whole":
-        pieces = np.where(drop & (sizes > first), 0, 1)
+        pieces = np.where(drop & (sizes > length), 0, 1)
     else:
-        pieces = 1 + -(-np.maximum(sizes - first, 0) // (length - 1))
+        pieces = 1 + -(-np.maximum(sizes - length, 0) // (length - 1))
     document = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts_at = np.where(number == 0, 0, first[document] + (number - 1) * (length - 1))
-    lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - starts_at)
-    widths = lengths + ((number > 0) | (headless & (document == 0) & (number == 0)))
-    rows = FITS[packing](widths, length)
+    starts_at = np.where(number == 0, 0, length + (number - 1) * (length - 1))
+    lengths = np.minimum(np.where(number == 0, length, length - 1), sizes[document] - starts_at)
+    rows = FITS[packing](lengths + (number > 0), length)
     order = np.lexsort((starts_at + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
     return Plan(bounds, (starts[document] + starts_at)[order], lengths[order].astype(np.int32))

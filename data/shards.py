@@ -1,4 +1,4 @@
-"""Tokens on disk: shards in the .bin format of llm.c and modded-nanogpt, each with a sidecar of hashes.
+"""Tokens on disk: shards in the .bin format of llm.c, each with an index of its documents and a sidecar of hashes.
 
 A shard has a header of 256 little-endian int32 (magic, version, count of tokens), then the tokens: uint16 under magic
 20240520, version 1; uint32, for vocabularies of more than 65,536, under llm.c's magic for Llama 3, 20240801, version 7.
@@ -9,16 +9,16 @@ checked when it is read.
 
     32 bytes   SHA-256 of all that follows
     32 bytes   SHA-256 of the shard's file
-    32 bytes   SHA-256 of NAME.starts.npy; zeros without one
+    32 bytes   SHA-256 of NAME.starts.npy
     12 bytes   the shard's first 12: type and count of its tokens
     20 bytes   for each 64 KiB of the shard's file: the first 16 bytes of their SHA-256, and the largest token, uint32
 """
 
 import hashlib
+import io
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -36,7 +36,6 @@ TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
 BLOCK_BYTES = 65_536  # not much more than the rows that are read of it, a few KB each
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
-NO_INDEX = bytes(32)
 OPEN = 256  # shards that are open at a time
 
 
@@ -45,12 +44,25 @@ def token_type(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: int) -> None:
-    """Write one shard atomically."""
+def write_shard(
+    path: Path,
+    tokens: Integer[np.ndarray, "tokens"],
+    lengths: Integer[np.ndarray, "documents"],
+    vocab_size: int,
+) -> str:
+    """Write a shard of documents of these `lengths`, its index, and its sidecar, each atomically. Return the SHA-256 of
+    the shard's file."""
+    index = io.BytesIO()
+    np.save(index, np.cumsum(lengths) - lengths)
+    # A view of the index crashes Python 3.12 if the write fails.
+    write_whole(path.with_suffix(".starts.npy"), index.getvalue())
     kind = next(kind for kind, dtype in TOKEN_TYPES.items() if dtype == token_type(vocab_size))
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *kind, len(tokens)
     write_whole(path, header.tobytes(), tokens.astype(token_type(vocab_size)).data)
+    blocks = _read_complete(path, hashlib.sha256(index.getvalue()).digest())
+    write_whole(path.with_suffix(".blocks"), blocks.to_bytes())
+    return blocks.sha256
 
 
 class ShardType(NamedTuple):
@@ -63,11 +75,6 @@ class ShardType(NamedTuple):
     def file_bytes(self) -> int:
         return HEADER_BYTES + self.tokens * self.dtype.itemsize
 
-    def require_size(self, name: str, size: int) -> None:
-        """Raise UserError if a shard's file has another length than its header requires."""
-        if size != self.file_bytes:
-            raise UserError(f"{name} is damaged: {size} bytes, but its {self.tokens} tokens need {self.file_bytes}")
-
     def blocks_with(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of blocks with tokens `start` to `stop`: the first, and the one after the last."""
         if stop <= start:
@@ -79,12 +86,8 @@ class ShardType(NamedTuple):
 def shard_type(name: str, start: bytes) -> ShardType:
     """Return the header of the shard `name` from its first 12 bytes. Raise UserError if it is not a shard."""
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
-    dtype = TOKEN_TYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
-    if dtype is None:
-        raise UserError(
-            f"{name} is not a token shard of a known version: its header starts with {header.tolist()}, not with one "
-            f"of {[list(kind) for kind in TOKEN_TYPES]} and the count of tokens, little-endian"
-        )
+    if (dtype := TOKEN_TYPES.get(tuple(header[:2].tolist()))) is None:
+        raise UserError(f"{name} is not a token shard: its header starts with {header.tolist()}")
     return ShardType(dtype, int(header[2]))
 
 
@@ -94,24 +97,18 @@ class Blocks(NamedTuple):
     sha256: str
     """SHA-256 of the shard's file."""
     index_sha256: bytes
-    """SHA-256 of its index of documents; `NO_INDEX` without one."""
+    """SHA-256 of its index of documents."""
     header: bytes
     """The first 12 bytes of the shard."""
     entries: Shaped[np.ndarray, "blocks"]
     """An array of type `ENTRY`."""
 
-    @property
-    def largest(self) -> int:
-        """Return the shard's largest token."""
-        return int(self.entries["largest"].max(initial=0))
-
     def type_of(self, name: str, size: int) -> ShardType:
         """Return the type and count of the tokens in the shard `name`, a file of `size` bytes. Raise UserError if it
-        is incomplete, or if this is not its sidecar."""
+        is incomplete."""
         kind = shard_type(name, self.header)
-        kind.require_size(name, size)
-        if len(self.entries) != -(-size // BLOCK_BYTES):
-            raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the start reads the complete shard")
+        if size != kind.file_bytes:
+            raise UserError(f"{name} is damaged: {size} bytes, but its {kind.tokens} tokens need {kind.file_bytes}")
         return kind
 
     def wrong(self, first: int, content: bytes | bytearray) -> int | None:
@@ -136,82 +133,39 @@ class Blocks(NamedTuple):
         return Blocks(rest[:32].hex(), rest[32:64], rest[64:76], np.frombuffer(rest[76:], ENTRY))
 
 
-def write_blocks(shard: Path) -> str:
-    """Read a shard after its index of documents is written, and write its sidecar atomically. Return the SHA-256 of the
-    shard's file."""
-    index = shard.with_suffix(".starts.npy")
-    index_sha256 = hashlib.sha256(index.read_bytes()).digest() if index.exists() else NO_INDEX
-    blocks = blocks_of(_file_blocks(shard), str(shard), shard.stat().st_size, index_sha256)
-    write_whole(shard.with_suffix(".blocks"), blocks.to_bytes())
-    return blocks.sha256
-
-
-def blocks_of(content: Iterable[bytes], name: str, size: int, index_sha256: bytes = NO_INDEX) -> Blocks:
-    """Return the sidecar of a shard of `size` bytes, from its blocks in order. Raise UserError if it is not a shard, or
-    incomplete."""
+def _read_complete(shard: Path, index_sha256: bytes) -> Blocks:
+    """Return the sidecar of a shard."""
     file, header, entries, dtype = hashlib.sha256(), b"", [], np.dtype("<u2")
-    for block in content:
-        file.update(block)
-        if not entries:
-            header, kind = block[:12], shard_type(name, block[:12])
-            kind.require_size(name, size)
-            dtype = kind.dtype
-        tokens = np.frombuffer(block, dtype, offset=0 if entries else HEADER_BYTES)
-        entries.append((hashlib.sha256(block).digest()[:16], tokens.max(initial=0)))
+    with shard.open("rb") as opened:
+        while block := opened.read(BLOCK_BYTES):
+            file.update(block)
+            if not entries:
+                header, dtype = block[:12], shard_type(str(shard), block[:12]).dtype
+            tokens = np.frombuffer(block, dtype, offset=0 if entries else HEADER_BYTES)
+            entries.append((hashlib.sha256(block).digest()[:16], tokens.max(initial=0)))
     return Blocks(file.hexdigest(), index_sha256, header, np.array(entries, ENTRY))
 
 
-def _file_blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
-
-
-def read_blocks(path: Path) -> Blocks | None:
-    """Return the sidecar of the shard at `path`; None if it has none. Raise UserError if it is damaged, OSError if its
-    disk fails."""
+def read_blocks(path: Path) -> Blocks:
+    """Return the sidecar of the shard at `path`. Raise UserError if it is missing or damaged, OSError if its disk
+    fails."""
     sidecar = path.with_suffix(".blocks")
     try:
         return Blocks.from_bytes(sidecar.read_bytes())
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         if is_transient(error):
             raise
-        raise UserError(
-            f"{sidecar} cannot be read ({error}); delete it, and the start reads the complete shard"
-        ) from error
-
-
-def remember(folder: Path, version: str, make: Callable[[], Blocks]) -> Blocks:
-    """Return the result of `make` for this version of a shard without a sidecar, as in other programs' datasets. The
-    folder keeps it if possible, so `make` reads a shard once per machine."""
-    memory = folder / hashlib.sha256(version.encode()).hexdigest()[:32]
-    with suppress(OSError, ValueError):  # missing or incomplete
-        return Blocks.from_bytes(memory.read_bytes())
-    blocks = make()
-    partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(blocks.to_bytes())
-        partial.replace(memory)
-    return blocks
+        raise UserError(f"{sidecar} cannot be read ({error}); bring it back, or prepare the dataset again") from error
 
 
 class Shard:
     """A shard's tokens, by slices. A block is hashed when it is first read; UserError if it differs from its record.
     Nothing is mapped into memory: an error of a mapped file's disk ends the process by a signal."""
 
-    def __init__(self, path: Path, remembered: Path):
-        """Raise UserError if it is not a shard, or incomplete. `remembered`: the folder of `remember`."""
-
-        def examine() -> tuple[Blocks, int]:
-            status = path.stat()
-            version = repr((str(path.resolve()), status.st_size, status.st_mtime_ns))
-            read = lambda: blocks_of(_file_blocks(path), str(path), status.st_size)
-            return read_blocks(path) or remember(remembered, version, read), status.st_size
-
+    def __init__(self, path: Path):
+        """Raise UserError if it is incomplete, or has no sound sidecar."""
         self.path = path
-        self.blocks, size = _from_disk(path, examine)
+        self.blocks, size = _from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
         self.kind = self.blocks.type_of(str(path), size)
         self.checked = bytearray(len(self.blocks.entries))  # for one or two items, faster to search than a numpy array
 
@@ -262,13 +216,9 @@ def changed(name: str, block: int) -> str:
     """Return the message about a block that differs from its record."""
     return (
         f"{name} is damaged, or changed after it was recorded: the SHA-256 of the bytes from "
-        f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from an earlier start's; bring the shard "
-        "back, or delete it and prepare it again"
+        f"{block * BLOCK_BYTES:,} on differs from {Path(name).stem}.blocks; bring the shard back, or delete it and "
+        "prepare it again"
     )
-
-
-def _sidecar(name: str) -> str:
-    return name.removesuffix(".bin") + ".blocks"
 
 
 class TokenStream:

@@ -9,7 +9,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,20 +55,15 @@ class Measured(NamedTuple):
     """One line for each document."""
 
 
-def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cache: Path) -> list[Source]:
+def read_sources(source: str, most: int, text_column: str, cache: Path) -> list[Source]:
     """Return up to `most` documents of each source, always the same ones. Files of raw text are taken in the order of a
-    hash of their names; documents of a dataset are spread evenly over its held-out part. `tokenizer`: for shards
-    without a dataset.json. Raise UserError if a source gives none."""
+    hash of their names; documents of a dataset are spread evenly over its held-out part. Raise UserError if a source
+    gives none."""
     sources = []
     names, stages = read_source(source)
     for share, name in zip(mean_shares(stages), names):
-        folder = Path(name).expanduser()
-        if (folder / "dataset.json").exists():
-            documents = _held_out(name, DataConfig(), most, cache)
-        elif folder.is_dir() and any(folder.glob("*.bin")):
-            documents = _held_out(name, DataConfig(tokenizer=str(tokenizer)), most, cache)
-        else:
-            documents = _of_text(name, text_column)
+        is_dataset = (Path(name).expanduser() / "dataset.json").exists()
+        documents = _held_out(name, most, cache) if is_dataset else _of_text(name, text_column)
         taken = list(islice(documents, most))
         kept = [document for document in taken if not document.problem]
         skipped = len(taken) - len(kept)
@@ -94,9 +88,9 @@ def _require_text(source: str, conversations: bool) -> None:
         )
 
 
-def _held_out(source: str, config: DataConfig, most: int, cache: Path) -> Iterator[Document]:
+def _held_out(source: str, most: int, cache: Path) -> Iterator[Document]:
     """Yield a dataset's held-out documents, decoded by its own tokenizer."""
-    dataset = open_dataset(source, replace(config, source=source), 0, cache)
+    dataset = open_dataset(source, DataConfig(source), 0, cache)
     _require_text(source, dataset.conversations)
     stream, starts = dataset.stream("val"), dataset.document_starts("val")
     ends = np.append(starts[1:], len(stream))

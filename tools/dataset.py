@@ -38,8 +38,6 @@ class Arguments:
     """Rows of the batch to show."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens of a row of a dataset folder."""
-    tokenizer: str = ""
-    """The tokenizer of a folder of .bin shards without a dataset.json."""
 
 
 class Documents(NamedTuple):
@@ -76,8 +74,7 @@ def pack(dataset: Dataset, documents: Documents, packing: str, length: int) -> t
         rows = max(len(stream) - 1, 0) // length
         filled, cut = rows * length, starts // length != (starts + tokens - 1) // length
     else:
-        headless = stream.read(0, 1).tolist() != [dataset.tokenizer.bos]
-        plan = plan_rows(packing, starts, len(stream), length, headless)
+        plan = plan_rows(packing, starts, len(stream), length)
         rows, filled, cut = len(plan.rows) - 1, int(plan.lengths.sum()), np.zeros(len(starts), bool)
     fit = tokens <= length
     return rows, 1 - filled / max(rows * length, 1), (cut & fit).sum() / max(fit.sum(), 1)
@@ -162,7 +159,7 @@ def main() -> int:
         config = record_of(path)[1]
     elif Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)
-        config = Config(name="dataset", data=DataConfig(path, arguments.tokenizer), batch=batch)
+        config = Config(name="dataset", data=DataConfig(path), batch=batch)
     else:
         raise UserError(f"{path} is not a folder here: give a dataset's, or a run's")
     names, options = read_source(config.data.source)[0], replace(config.data, packing="best_fit")  # finds documents

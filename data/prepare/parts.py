@@ -4,7 +4,6 @@ Spans are chosen by size alone, so the shards do not depend on the processes tha
 """
 
 import hashlib
-import io
 import json
 import tempfile
 from array import array
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Int
 
 from configs.files import write_whole
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import ConversationEncoder, Encoder
 from data.prepare.source_files import SourceFile
 from data.record import hash_share
-from data.shards import token_type, write_blocks, write_shard
+from data.shards import token_type, write_shard
 from data.tokenizer import load_tokenizer
 
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates
@@ -160,10 +159,12 @@ def encode_texts(task: Task, out: Path) -> None:
                 if wanted.any():
                     path = out / f"{side}_{number:06d}.bin"
                     laid_out = joined[np.repeat(wanted, lengths[first:last])]
-                    entry[side] = _write_shard(
-                        path, laid_out, lengths[first:last][wanted], encoder.tokenizer.vocab_size
-                    )
-                    entry[side]["bytes"] = int(np.array(sizes[first:last])[wanted].sum())
+                    of_side = lengths[first:last][wanted]
+                    entry[side] = {
+                        **{"file": path.name, "documents": len(of_side), "tokens": len(laid_out)},
+                        "sha256": write_shard(path, laid_out, of_side, encoder.tokenizer.vocab_size),
+                        "bytes": int(np.array(sizes[first:last])[wanted].sum()),
+                    }
             entries.append(entry)
     entries[-1] |= {"skipped": problems, "until": task.end}
     write_whole(out / "entries.json", json.dumps(entries))
@@ -180,15 +181,3 @@ def _bounds(starts: Int[np.ndarray, "documents_and_1"], shard_tokens: int) -> It
     count = max(round(tokens / shard_tokens), 1)
     inner = np.searchsorted(starts, [tokens * i // count for i in range(1, count)]).tolist()
     return pairwise([0, *inner, len(starts) - 1])
-
-
-def _write_shard(
-    path: Path, tokens: Shaped[np.ndarray, "tokens"], lengths: Int[np.ndarray, "documents"], vocab_size: int
-) -> dict:
-    """Write the files of a shard, and return its entry for dataset.json."""
-    index = io.BytesIO()
-    np.save(index, np.cumsum(lengths) - lengths)
-    # A view of the index crashes Python 3.12 if the write fails.
-    write_whole(path.with_suffix(".starts.npy"), index.getvalue())
-    write_shard(path, tokens, vocab_size)
-    return {"file": path.name, "documents": len(lengths), "tokens": len(tokens), "sha256": write_blocks(path)}

@@ -26,13 +26,13 @@ def test_every_token_between_the_first_and_the_tail_is_a_target_once(count, leng
 
 
 def packed(
-    sizes: list[int], length: int, headless: bool = False, packing: str = "best_fit", drop: bool = False
+    sizes: list[int], length: int, packing: str = "best_fit", drop: bool = False
 ) -> tuple[np.ndarray, PlannedRows]:
     """Return the stream of documents of `sizes` tokens (a BOS included), and its rows."""
     starts = np.cumsum(sizes) - sizes
     tokens = np.arange(1, sum(sizes) + 1)
-    tokens[starts[headless:]] = BOS
-    plan = plan_rows(packing, starts, len(tokens), length, headless, drop)
+    tokens[starts] = BOS
+    plan = plan_rows(packing, starts, len(tokens), length, drop)
     return tokens, PlannedRows(TokenStream(np.split(tokens, [len(tokens) // 2])), plan, BOS, length)
 
 
@@ -43,37 +43,33 @@ def counted(row: dict) -> list[tuple[int, int]]:
 
 
 @some
-@given(documents, st.integers(2, 20), st.booleans())
-@example([1], 2, False)
-@example([20, 21, 39, 40, 41], 20, False)
-def test_best_fit_counts_every_token_once_after_the_token_before_it_and_cuts_no_document_that_fits(
-    sizes, length, headless
-):
-    tokens, rows = packed(sizes, max(length, 2 + headless), headless)
+@given(documents, st.integers(2, 20))
+@example([1], 2)
+@example([20, 21, 39, 40, 41], 20)
+def test_best_fit_counts_every_token_once_after_the_token_before_it_and_cuts_no_document_that_fits(sizes, length):
+    tokens, rows = packed(sizes, length)
     every = [rows[i] for i in range(len(rows))]
     pairs = Counter(pair for row in every for pair in counted(row))
-    # A piece from inside a document starts after its own BOS. Its first counted input is a token of the document. A
-    # stream that starts inside a document loses only its first token.
+    # A piece from inside a document starts after its own BOS. Its first counted input is a token of the document.
     assert pairs == Counter(zip(tokens.tolist(), [*tokens[1:].tolist(), BOS]))
     for row in every:
         assert row["inputs"][0] == BOS and all(row[name].shape == (rows.length,) for name in row)
         inside = {token for token, _ in counted(row) if token != BOS}
         for start, size in zip(np.cumsum(sizes) - sizes, sizes):
             document = set(tokens[start + 1 : start + size].tolist())
-            assert size > rows.length - headless or not document & inside or document <= inside
+            assert size > rows.length or not document & inside or document <= inside
 
 
 @some
-@given(documents, st.integers(3, 20), st.booleans(), st.booleans())
-@example([21, 21], 20, False, True)
-@example([20, 21, 1], 20, True, True)
-def test_whole_puts_a_document_or_its_beginning_into_one_row(sizes, length, headless, drop):
-    tokens, rows = packed(sizes, length, headless, "whole", drop)
+@given(documents, st.integers(3, 20), st.booleans())
+@example([21, 21], 20, True)
+@example([20, 21, 1], 20, True)
+def test_whole_puts_a_document_or_its_beginning_into_one_row(sizes, length, drop):
+    tokens, rows = packed(sizes, length, "whole", drop)
     targets, expected = [*tokens[1:].tolist(), BOS], Counter()
-    for i, (start, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes)):
-        room = length - (headless and i == 0)  # it gets a BOS
-        if size <= room or not drop:
-            stop = start + min(size, room)
+    for start, size in zip(np.cumsum(sizes) - sizes, sizes):
+        if size <= length or not drop:
+            stop = start + min(size, length)
             expected.update(zip(tokens[start:stop].tolist(), targets[start:stop]))
     every = [rows[i] for i in range(len(rows))]
     assert Counter(pair for row in every for pair in counted(row)) == expected

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import data.shards as module
 from configs.retry import StorageLost
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, TokenStream, read_blocks, write_blocks, write_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, TokenStream, read_blocks, write_shard
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
 
-def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
+def llm_c_bytes(tokens: list[int], magic: int, version: int) -> bytes:
     """Return a shard as llm.c's dev/data/data_common.py defines it: 256 int32, then uint16 (for GPT-2) or uint32 (for
     Llama 3), all little-endian."""
-    header = [magic, version, len(tokens) if count is None else count] + [0] * 253
+    header = [magic, version, len(tokens)] + [0] * 253
     kind = "I" if magic == 20240801 else "H"
     return struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}{kind}", *tokens)
 
@@ -30,13 +30,8 @@ def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
 @pytest.fixture(params=[60_000, 70_000])
 def shard(request, tmp_path: Path) -> Path:
     """Write a shard with its sidecar, of uint16 or uint32."""
-    write_shard(tmp_path / "x.bin", TOKENS, request.param)
-    write_blocks(tmp_path / "x.bin")
+    write_shard(tmp_path / "x.bin", TOKENS, np.array([60_000, 40_000]), request.param)
     return tmp_path / "x.bin"
-
-
-def opened(path: Path) -> Shard:
-    return Shard(path, path.parent / "memory")
 
 
 def flip(path: Path, place: int) -> None:
@@ -47,41 +42,31 @@ def flip(path: Path, place: int) -> None:
 
 @pytest.mark.parametrize(("vocab_size", "kind"), [(2**16, (20240520, 1)), (2**16 + 1, (20240801, 7))])
 def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
-    write_shard(tmp_path / "x.bin", np.array([3, 0, 65535]), vocab_size)
-    assert (tmp_path / "x.bin").read_bytes() == llm_c_bytes([3, 0, 65535], *kind)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
     tokens = [50256, 0, 1, 65535, 258, *([128_000] if kind[1] == 7 else [])]
-    (tmp_path / "y.bin").write_bytes(llm_c_bytes(tokens, *kind))
-    assert opened(tmp_path / "y.bin")[:].tolist() == tokens
+    write_shard(tmp_path / "x.bin", np.array(tokens), np.array([3, len(tokens) - 3]), vocab_size)
+    assert (tmp_path / "x.bin").read_bytes() == llm_c_bytes(tokens, *kind)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.starts.npy", "x.blocks"}
+    assert Shard(tmp_path / "x.bin")[:].tolist() == tokens
+    assert np.load(tmp_path / "x.starts.npy").tolist() == [0, 3]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (llm_c_bytes([1, 2, 3])[:-1], "damaged"),
-        (llm_c_bytes([1, 2, 3], version=3), r"not a token shard of a known version.*\[20240520, 3, 3\]"),
-        (np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(), "little-endian"),
-        (b"plain text", "not a token shard"),
-        (None, "cannot be read: No such file"),
-    ],
-)
-def test_an_incomplete_shard_is_refused_by_name(tmp_path, content, message):
-    path = tmp_path / "x.bin"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        opened(path)
-    assert str(path) in str(error.value)
+@pytest.mark.parametrize(("size", "message"), [(-1, "is damaged: "), (None, "cannot be read: No such file")])
+def test_an_incomplete_shard_is_refused_by_name(shard, size, message):
+    content = shard.read_bytes()
+    shard.unlink()
+    if size:
+        shard.write_bytes(content[:size])
+    with pytest.raises(UserError, match=f"{shard} {message}"):
+        Shard(shard)
 
 
 def test_a_start_reads_a_shard_s_sidecar_and_then_the_blocks_it_needs(shard, monkeypatch):
     content, blocks = shard.read_bytes(), read_blocks(shard)
     parts = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
-    assert blocks.sha256 == hashlib.sha256(content).hexdigest() and blocks.largest == TOKENS.max()
+    assert blocks.sha256 == hashlib.sha256(content).hexdigest() and max(blocks.entries["largest"]) == TOKENS.max()
     assert [one.tobytes() for one in blocks.entries["sha256"]] == [hashlib.sha256(p).digest()[:16] for p in parts]
-    monkeypatch.setattr(module, "_file_blocks", None)
-    local = opened(shard)
-    assert len(local) == len(TOKENS) and not any(local.checked) and not (shard.parent / "memory").exists()
+    local = Shard(shard)
+    assert len(local) == len(TOKENS) and not any(local.checked)
     assert (local[40_000:40_010] == TOKENS[40_000:40_010]).all() and sum(local.checked) == 1
     assert (local[:] == TOKENS).all() and all(local.checked)
     os.truncate(shard, HEADER_BYTES + 100)
@@ -96,19 +81,20 @@ def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
     block = range(shard.stat().st_size)[place] // BLOCK_BYTES
     says = rf"{shard} is damaged, or changed .* the bytes from {block * BLOCK_BYTES:,} on"
     with pytest.raises(UserError, match=says):
-        _ = opened(shard)[:]
+        _ = Shard(shard)[:]
     sound = slice(0, 10) if block else slice(50_000, 60_000)
-    assert (opened(shard)[sound] == TOKENS[sound]).all()
+    assert (Shard(shard)[sound] == TOKENS[sound]).all()
 
 
-@pytest.mark.parametrize("cut", [31, -1])
+@pytest.mark.parametrize("cut", [31, -1, None])
 def test_a_damaged_sidecar_is_named(shard, cut):
     sidecar = shard.with_suffix(".blocks")
-    sidecar.write_bytes(sidecar.read_bytes()[:cut])
-    with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; delete it"):
-        opened(shard)
+    content = sidecar.read_bytes()
     sidecar.unlink()
-    assert opened(shard).blocks.largest == TOKENS.max()
+    if cut:
+        sidecar.write_bytes(content[:cut])
+    with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; bring it back"):
+        Shard(shard)
 
 
 @pytest.mark.parametrize("name", ["read_blocks", "os.pread"])
@@ -121,11 +107,11 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
         return read(*arguments)
 
     monkeypatch.setattr(f"data.shards.{name}", failing)
-    assert (opened(shard)[:] == TOKENS).all() and not errors
+    assert (Shard(shard)[:] == TOKENS).all() and not errors
     errors += [OSError(errno.EIO, "Input/output error")] * 9
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
-        _ = opened(shard)[:]
+        _ = Shard(shard)[:]
 
 
 def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monkeypatch):
@@ -133,26 +119,12 @@ def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monk
     monkeypatch.setattr(module, "_opened", lru_cache(2)(module._opened.__wrapped__))
     shards = []
     for i in range(8):
-        write_shard(tmp_path / f"{i}.bin", np.full(2000, i), 300)
-        write_blocks(tmp_path / f"{i}.bin")
-        shards.append(opened(tmp_path / f"{i}.bin"))
+        write_shard(tmp_path / f"{i}.bin", np.full(2000, i), np.array([2000]), 300)
+        shards.append(Shard(tmp_path / f"{i}.bin"))
     numbers = np.random.default_rng(0).integers(0, len(shards), 3_000).tolist()
     read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(read, numbers))
-
-
-def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):
-    path = tmp_path / "x.bin"
-    write_shard(path, np.array([3, 77, 5]), 300)
-    blocks = opened(path).blocks
-    assert blocks.largest == 77 and blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_file_blocks", None)  # it must not be called
-        assert opened(path).blocks.sha256 == blocks.sha256
-    flip(path, -1)
-    os.utime(path, ns=(1, 1))
-    assert opened(path).blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))

@@ -100,7 +100,7 @@ def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
     raw.mkdir()
     for i in range(40):
         (raw / f"{i}.txt").write_text("" if i % 10 == 0 else f"{i}: " + " ".join(words()[i : 2 * i]))
-    read = lambda source, most: read_sources(source, most, "text", tmp_path / "tokenizer", tmp_path / "cache")
+    read = lambda source, most: read_sources(source, most, "text", tmp_path / "cache")
     (whole,) = read(str(raw), 100)
     assert len(whole.documents) == 36 and whole.skipped == 4 and whole.share == 1
     (some,) = read(str(raw), 10)
@@ -120,7 +120,7 @@ def test_missing_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     for source, message in (tmp_path / "no", "no: nothing found there; give `std"), (tmp_path, "no document with text"):
         with pytest.raises(UserError, match=message):
-            read_sources(str(source), 10, "text", tmp_path, tmp_path)
+            read_sources(str(source), 10, "text", tmp_path)
 
 
 def test_a_tokenizer_that_loses_the_text_is_not_measured(tmp_path):

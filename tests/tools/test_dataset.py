@@ -12,7 +12,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
-from data.shards import write_shard
+from data.shards import Shard, write_shard
 from tests.run_folders import write_run
 from tools import dataset as command
 
@@ -25,12 +25,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 @pytest.fixture
 def documents(tmp_path) -> Dataset:
     """Return a dataset of 7 training documents and 2 held-out ones, with duplicates. Token 0 is the BOS."""
-    train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
+    tokenizer = train_tokenizer(["some words of text " * 50], 266)
     written = [[0, 9, 10, 11], [0, 12], [0, 9, 10, 11], [0, 13, 14, 15, 16, 9, 10, 11, 12], [0, 12], [0, 12], [0, 13]]
-    write_shard(tmp_path / "train_0.bin", np.concatenate(written[:4]), 266)
-    write_shard(tmp_path / "train_1.bin", np.concatenate(written[4:]), 266)
-    write_shard(tmp_path / "val_0.bin", np.array([0, 13, 0, 9, 9]), 266)
-    return open_dataset(str(tmp_path), DataConfig(tokenizer=f"{tmp_path}/tokenizer.json"), 0, tmp_path / "cache")
+
+    def shard(name: str, texts: list[list[int]]) -> Shard:
+        write_shard(tmp_path / f"{name}.bin", np.concatenate(texts), np.array([*map(len, texts)]), 266)
+        return Shard(tmp_path / f"{name}.bin")
+
+    train = [shard("train_0", written[:4]), shard("train_1", written[4:])]
+    shards = {"train": train, "val": [shard("val_0", [[0, 13], [0, 9, 9]])]}
+    return Dataset(tmp_path, shards, tokenizer, "1234", "by hand", 2)
 
 
 def test_documents_bytes_and_duplicates_are_counted(documents, monkeypatch):

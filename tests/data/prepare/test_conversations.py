@@ -152,7 +152,7 @@ def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
     prepare(replace(settings, tokenizer=f"{tmp_path}/out/tokenizer"), tmp_path / "again")
     assert "lacks" not in capsys.readouterr().err
     with pytest.raises(UserError, match="is conversations, not text; a run on them has"):
-        read_sources(f"{tmp_path}/out", 9, "text", Path(), tmp_path / "cache")
+        read_sources(f"{tmp_path}/out", 9, "text", tmp_path / "cache")
 
 
 def write_library(root: Path, monkeypatch) -> None:
