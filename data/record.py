@@ -1,9 +1,7 @@
-"""dataset.json, the record of a dataset folder, and the choice of held-out documents: by a hash of their text, or by a
-word in their file's name."""
+"""dataset.json, the record of a dataset folder, and the hash of a text that decides if it is held out."""
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -11,8 +9,6 @@ import msgspec
 
 from configs.retry import with_retries
 from configs.schema import UserError
-
-HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in the names of publishers' held-out files
 
 
 class _Counts(TypedDict):
@@ -83,8 +79,3 @@ def hash_share(text: str) -> float:
     texts share a side in every dataset."""
     content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
-
-
-def name_words(name: str) -> set[str]:
-    """Return the words of a file's name, which may name a split."""
-    return set(re.split("[^a-z]+", name.lower()))

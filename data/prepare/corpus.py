@@ -76,15 +76,6 @@ class Corpus:
             lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
             raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
 
-    def chat_format(self) -> str:
-        """Return the format of the first conversation, if it is not a list of messages; "" otherwise."""
-        try:
-            _, content = next(self._contents(self.files[0], 0, None), (0, b""))
-            record = json.loads(content)
-        except (*UNREADABLE, ValueError, RecursionError):
-            return ""  # the preparation reports it at its place
-        return format_of(record, self.text_column) if isinstance(record, dict) else ""
-
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""
         return texts_of(document) if self.conversations else [document]

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -19,11 +19,11 @@ from configs.schema import UserError
 from data.prepare.chat_formats import MESSAGES
 from data.prepare.corpus import Corpus, ask
 from data.prepare.source_files import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
-from data.record import HELD_OUT, name_words
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 CHAT_SUFFIXES = (".json",)  # one array of conversations
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of published splits that are held out
 SHOWN = 8  # most extensions of files that are left out, in a message
 
 
@@ -97,68 +97,40 @@ def hold_out(corpus: Corpus) -> Corpus:
     """Return the corpus with the files first that are held out: those of a published split for validation. If all
     files are of such splits, none is. UserError for a test split among others: it is for a network's last
     measurement."""
-    trained = {key for file in corpus.files for _, key in _keys(file.name, {"train"})}
-    words = {file: _split_words(file, trained, corpus.conversations) for file in corpus.files}
-    named = [file for file in corpus.files if words[file] & HELD_OUT]
-    tests = [file for file in corpus.files if words[file] == {"test"}]
+    split = {file: _split(file, corpus.conversations) for file in corpus.files}
+    named = [file for file in corpus.files if split[file] in HELD_OUT]
+    tests = [file for file in corpus.files if split[file] == "test"]
     if len(named) + len(tests) == len(corpus.files):
         return corpus
     if tests:
-        last = next(part for part in reversed(PurePath(tests[0].name).parts) if "test" in name_words(part))
+        path = PurePath(tests[0].name)
+        pattern = re.sub("[0-9]+", "*", path.name) if path.name.lower().startswith("test") else path.parent.name
         raise UserError(
-            f"{corpus.source}: {len(tests)} file(s) of a test split, {tests[0].name} the first: they must not be "
-            "trained on; give the others by a glob ('.../train*'), or prepare them first: python -m data.prepare "
-            f"--exclude='{re.sub('[0-9]+', '*', last)}'"
+            f"{corpus.source}: {len(tests)} file(s) of a test split, {path} the first: they must not be trained on; "
+            f"leave them out: --exclude='{pattern}'"
         )
-    others = [file for file in corpus.files if not words[file]]
+    others = [file for file in corpus.files if file not in named]
     return replace(corpus, files=[*(replace(file, held_out=True) for file in named), *others])
 
 
-def _split_words(file: SourceFile, trained: set[str], conversations: bool) -> set[str]:
-    """Return the words that say of which published split a file is: as in `validation-00000-of-00002.parquet` and
-    `val.txt`, or next to a file or folder of the same name with `train`. Code may have a test.txt, too: a .txt of such
-    a name must be directly in the source."""
-    is_text, words = file.ends_with(".txt"), HELD_OUT | {"test"}
-    if not (is_text or conversations or file.ends_with(*TABLE_SUFFIXES)):
-        return set()
-    found = {word for word, key in _keys(file.name, words) if key in trained}
-    stem = re.match(r"([a-z]+)([-_.]?[0-9].*)?$", PurePath(file.name.lower()).name.partition(".")[0])
-    return found | ({stem[1]} & words if stem and not (is_text and "/" in file.name) else set())
-
-
-def _keys(name: str, words: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield each of the words that is in a part of a path, and the path to there without the word and numbers."""
-    parts = name.lower().split("/")
-    for depth, part in enumerate(parts):
-        for word in name_words(part) & words:
-            rest = re.sub(rf"(?<![a-z]){word}(?![a-z])|[^a-z]", "", part)
-            yield word, "/".join([*parts[:depth], rest])
+def _split(file: SourceFile, conversations: bool) -> str:
+    """Return the word that names a file's split, such as `validation` of validation-00000-of-00002.parquet or of a
+    folder `validation`. Code has such names, too: of other files than tables only a .txt directly in the source has
+    one."""
+    path, is_table = PurePath(file.name.lower()), conversations or file.ends_with(*TABLE_SUFFIXES)
+    if not is_table and (path.suffix != ".txt" or len(path.parts) > 1):
+        return ""
+    stem = re.fullmatch(r"([a-z]+)([-_.]?[0-9].*)?", path.name.partition(".")[0])
+    word = stem[1] if stem else ""
+    return word if word in (*HELD_OUT, "test") else path.parent.name
 
 
 def _described(left: list[SourceFile], notes: list[str]) -> str:
     """Return a text on what is left out: files by extension, and then `notes`."""
-    first = {PurePath(file.name.lower()).suffix: file for file in reversed(left)}
     counts = Counter(PurePath(file.name.lower()).suffix for file in left).most_common()
     described = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:SHOWN]]
     described += ["others"] * (len(counts) > SHOWN) + notes
-    texts = [extension for extension, _ in counts[:SHOWN] if _is_text(extension, first[extension])]
-    advice = f" (take text by python -m data.prepare --text_extensions={','.join(texts)})" * bool(texts)
-    advice += " (.json: lines are called .jsonl; an array of conversations needs data.prepare's --conversations)" * (
-        ".json" in first
-    )
-    return f"; left out: {', '.join(described)}{advice}" if described else ""
-
-
-def _is_text(extension: str, file: SourceFile) -> bool:
-    """Return whether a local file begins as text, and its extension may be given as an option."""
-    if file.url.startswith("hf:") or extension == ".json" or not re.fullmatch(r"\.[^/,]+", extension):
-        return False
-    try:
-        with open(file.url, encoding="utf-8") as opened:
-            start = opened.read(1000)
-    except (OSError, UnicodeDecodeError):
-        return False
-    return bool(start) and "\0" not in start
+    return f"; left out: {', '.join(described)} (data.prepare takes --text_extensions)" if described else ""
 
 
 def _compiled(source: str, pattern: str) -> re.Pattern:
