@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs
 from model.cache import LayerCache
-from model.kernels import window_of
+from model.kernels import norm_kernel, window_of
 from model.layers import SAVED, Embedding, Linear, Scalars, dropout, relu_squared, rms_norm
-from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
+from model.parallel import own_heads, platform, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
 
@@ -50,7 +50,7 @@ class Block(nnx.Module):
     """Attention, then MLP. Each reads the normed residual stream and adds to it. Both start as zero."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
-        self.dropout = config.dropout
+        self.dropout, self.kernels = config.dropout, config.kernels
         self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -59,8 +59,20 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
         place = 2 * self.attention.layer
-        x = x + dropout(y, self.dropout, inputs.dropout_keys, place)
-        return x + dropout(self.mlp(rms_norm(x)), self.dropout, inputs.dropout_keys, place + 1), cache
+        x, normed = self.add_and_norm(x, dropout(y, self.dropout, inputs.dropout_keys, place))
+        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, place + 1), cache
+
+    def add_and_norm(
+        self, x: Float[Array, "batch length width"], y: Float[Array, "batch length width"]
+    ) -> tuple[Float[Array, "batch length width"], Float[Array, "batch length width"]]:
+        """Return x + y and its norm."""
+        device = norm_kernel(platform(), x.shape[2]) if "add_and_norm" in self.kernels else None
+        if device is None:
+            x = x + y
+            return x, rms_norm(x)
+        from model import fused  # here: it needs Pallas
+
+        return fused.add_and_norm(x, y, device)
 
 
 @jax.custom_vjp

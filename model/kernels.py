@@ -15,14 +15,16 @@ from configs.schema import Config, ModelConfig
 from model.layers import SAVED
 from model.parallel import varying_as
 
-Kernel = Literal["splash", "cudnn", "blocks", "plain"]
-"""`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
-some queries at a time whose scores the backward pass recomputes, or products whose scores it keeps."""
+Kernel = Literal["splash", "cudnn", "hopper", "blocks", "plain"]
+"""`splash` and `cudnn` are the libraries' of TPUs and GPUs, `hopper` is model/hopper.py's. `blocks` and `plain` are in
+model/attention.py: products of some queries at a time whose scores the backward pass recomputes, or products whose
+scores it keeps."""
 
 LANES = 128  # lanes of a TPU's vector unit: splash attention's blocks are multiples
 BLOCK = 512  # the most positions in one of its blocks of queries or keys
 SHORTEST_FOR_CUDNN = 64  # positions; for fewer, a cache's prefill and scoring gain nothing
 MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
+HAS_PALLAS = jax.__version_info__ >= (0, 12)  # its GPU kernels as model/hopper.py and model/fused.py write them
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
 
@@ -32,9 +34,9 @@ def has_bfloat16(platform: str, capability: float) -> bool:
 
 
 def attention_kernel(
-    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool
+    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool, own: bool = False
 ) -> Kernel:
-    """Return the kernel for rows of `length` positions, with `documents` masked or not.
+    """Return the kernel for rows of `length` positions, with `documents` masked or not. `own` prefers ours to cuDNN's.
 
     `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
     Hopper and later. It would need a document mask as a matrix [batch, 1, length, length], or packed sequences. Their
@@ -45,8 +47,18 @@ def attention_kernel(
     if platform in ("gpu", "cuda"):
         largest = 256 if capability >= 9 else 128 if capability >= 8 else 0
         fits = head_dim % 8 == 0 and head_dim <= largest and length >= SHORTEST_FOR_CUDNN
-        return "cudnn" if fits and dtype in ("bfloat16", "float16") and not documents else "blocks"
+        halves = dtype in ("bfloat16", "float16")
+        if own and HAS_PALLAS and fits and halves and 9 <= capability < 10 and head_dim in (64, 128):
+            return "hopper"
+        return "cudnn" if fits and halves and not documents else "blocks"
     return "plain" if length <= KEPT else "blocks"
+
+
+def norm_kernel(platform: str, width: int) -> Literal["gpu", "tpu"] | None:
+    """Return which of model/fused.py's kernels adds and norms vectors of `width` channels; None: XLA's operations."""
+    if width % LANES == 0 and platform == "tpu":
+        return "tpu"
+    return "gpu" if width % LANES == 0 and platform in ("gpu", "cuda") and HAS_PALLAS else None
 
 
 def lacks_deterministic_attention(config: Config, capability: float) -> str:
@@ -89,6 +101,7 @@ def described(kernel: Kernel, length: int, head_dim: int) -> str:
     return {
         "splash": f"splash attention, in blocks of {splash_block(length)} positions",
         "cudnn": "cuDNN's",
+        "hopper": "tokensum's for Hopper GPUs",
         "blocks": "plain JAX in linear memory; the platform's kernel does not support this type, document mask, rows "
         f"of {length} tokens or heads of {head_dim}",
         "plain": "plain JAX, in blocks of queries",
@@ -145,7 +158,7 @@ def _splash(
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
     kernel = _splash_kernel(q.shape, window, interpret)
     attention = lambda q, k, v, ids: _rows_first(kernel(*map(_heads_first, (q, k, v)), ids))
-    return varying_as(q, _unchecked(attention)(q, k, v, segment_ids))
+    return varying_as(q, unchecked(attention)(q, k, v, segment_ids))
 
 
 def _splash_forward(
@@ -157,13 +170,13 @@ def _splash_forward(
         y, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, ids), *map(_heads_first, (q, k, v)))
         return _rows_first(y), backward
 
-    y, backward = _unchecked(attention)(q, k, v, segment_ids)
+    y, backward = unchecked(attention)(q, k, v, segment_ids)
     return varying_as(q, y), backward
 
 
 def _splash_backward(window: int | None, interpret: bool, backward: Any, dy: Array) -> tuple[Array | None, ...]:
     gradients = lambda backward, dy: [_rows_first(gradient) for gradient in backward(_heads_first(dy))]
-    return *varying_as(dy, _unchecked(gradients)(backward, dy)), None
+    return *varying_as(dy, unchecked(gradients)(backward, dy)), None
 
 
 _splash.defvjp(_splash_forward, _splash_backward)
@@ -179,7 +192,7 @@ def _rows_first(x: Array) -> Array:
     return jnp.moveaxis(x, -2, 1)
 
 
-def _unchecked(function: Callable) -> Callable:
+def unchecked(function: Callable) -> Callable:
     """Return `function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over,
     since the kernel's results do not state theirs. It adds no axes, so nothing is divided or sent."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
