@@ -7,7 +7,8 @@ that export.py wrote, or a published nanochat. After a run the rates and the siz
 optimizer starts from its moments. Options on the command line stay as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall
-to 0 over the last half. Muon does not decay, and its momentum rises from 0.85 to 0.95.
+to 0 over the last half. As there, the rates are those before `optimizer.batch_factor`, and the lambdas and scalars have
+their own again. Muon does not decay, and its momentum rises from 0.85 to 0.95.
 
 After a run of small.py with Muon at 0.02, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30
 nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python
@@ -33,7 +34,8 @@ from interchange.base import base_of_chat, resumed_run
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
 RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")
-RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay")
+RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay", "optimizer.batch_factor", "optimizer.scalars.")
+RECIPE += ("optimizer.resid_lambdas.peak_rate", "optimizer.x0_lambdas.peak_rate")
 
 
 def get_config() -> Config:

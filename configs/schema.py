@@ -252,6 +252,8 @@ class OptimizerConfig:
     """Muon's options, with `optimizer.matrices.kind=muon`."""
     rate_factor: Positive[float] = 1.0
     """Factor of every group's rate. Try 0.1 with `init_from` on new text (docs/recipe.md)."""
+    batch_factor: InFile[Positive[float]] = 1.0
+    """Factor of every group's rate but `scalars`', for the size of a step. configs/nanochat.py derives it."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
