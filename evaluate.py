@@ -44,7 +44,7 @@ class Arguments:
     step: Positive[int] | None = None
     """The step of the run's checkpoint; default: the newest."""
     from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
-    """Instead of a run: a folder from export.py, or a published nanochat in transformers' format."""
+    """Instead of a run: a folder from export.py, a published nanochat in transformers' format, or nanochat's own."""
     out: FilePath = ""
     """Folder for the results of `source` or `tasks`. Default: the run's or the network's folder, on this machine."""
     tokens: Positive[int] | None = None
@@ -84,7 +84,7 @@ def main() -> int:
     given = arguments.run_dir or arguments.from_
     is_plain = is_network(fetch_locally(given))
     if arguments.from_ and not is_plain:
-        raise UserError(f"--from={given} has no network (no *.safetensors); for a run, give --run_dir")
+        raise UserError(f"--from={given} has no network (no *.safetensors, no model_*.pt); for a run, give --run_dir")
     if evaluation is held_out and is_plain:
         raise UserError(f"--run_dir={given} is a network, not a run: give --from={given} with --source=PATH or --tasks")
     start_jax()

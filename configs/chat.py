@@ -3,11 +3,13 @@
 python train.py --config=configs/chat.py --init_from=runs/small
 
 The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder
-that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too, and the
-optimizer starts from its moments. Options on the command line stay as given.
+that export.py wrote, a published nanochat, or nanochat's own checkpoints. After a run or such a checkpoint the rates
+and the size of a step follow it, too. After a run the optimizer starts from its moments. Options on the command line
+stay as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall
-to 0 over the last half. Muon does not decay, and its momentum rises from 0.85 to 0.95.
+to 0 over the last half. As there, the rates are those before `optimizer.batch_factor`, and the lambdas and scalars have
+their own again. Muon does not decay, and its momentum rises from 0.85 to 0.95.
 
 After a run of small.py with Muon at 0.02, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30
 nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python
@@ -33,7 +35,8 @@ from interchange.base import base_of_chat, resumed_run
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
 RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")
-RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay")
+RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay", "optimizer.batch_factor", "optimizer.scalars.")
+RECIPE += ("optimizer.resid_lambdas.peak_rate", "optimizer.x0_lambdas.peak_rate")
 
 
 def get_config() -> Config:
@@ -71,18 +74,18 @@ def derive(config: Config, given: set[str]) -> Config:
             )
         raise
     config = with_options(config, {"data.tokenizer": base.tokenizer})
-    return following(config, base.config, base.is_run, given)
+    if base.is_run and "init_optimizer" not in given:
+        config = with_options(config, {"init_optimizer": True})
+    return following(config, base.config, base.has_rates, given)
 
 
-def following(config: Config, base: Config, run: bool, given: set[str]) -> Config:
-    """Return the config with the options of `base` that it follows, except those `given`. `run`: `base` is a run's, so
-    its optimizer's options are followed too."""
-    values = taken(base, OF_BASE + OF_A_RUN * run, given)
+def following(config: Config, base: Config, has_rates: bool, given: set[str]) -> Config:
+    """Return the config with the options of `base` that it follows, except those `given`. `has_rates`: `base` has the
+    rates that its network was trained with, so its optimizer's options are followed too."""
+    values = taken(base, OF_BASE + OF_A_RUN * has_rates, given)
     values = {name: value for name, value in values.items() if not name.startswith(RECIPE)}
-    if run and "optimizer.rate_factor" not in given:
+    if has_rates and "optimizer.rate_factor" not in given:
         values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
-    if run and "init_optimizer" not in given:
-        values["init_optimizer"] = True
     return with_options(config, values)
 
 

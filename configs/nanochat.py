@@ -89,9 +89,8 @@ def derive(config: Config, given: set[str]) -> Config:
     steps = tokens // batch
     derived({"steps": (steps, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
     scale = math.sqrt(batch / REFERENCE_BATCH)
-    why = f"nanochat's, x sqrt(tokens_per_step / 2^19) = {scale:.3f}"
-    groups = ("embed", "lm_head", "muon", "value_embeds", "resid_lambdas", "x0_lambdas")
-    derived({f"optimizer.{of}.peak_rate": (getattr(config.optimizer, of).peak_rate * scale, why) for of in groups})
+    print(f"optimizer.batch_factor={scale:.3f}  sqrt(tokens_per_step / 2^19): rates are nanochat's, times this")
+    config = with_options(config, {"optimizer.batch_factor": scale})
     decay = config.optimizer.muon.weight_decay * scale * reference / tokens
     why = f"nanochat's, x {scale:.3f} x d12's horizon over this one (arXiv:2405.13698)"
     derived({"optimizer.muon.weight_decay": (decay, why)})

@@ -254,6 +254,8 @@ class OptimizerConfig:
     """Muon's options, with `optimizer.matrices.kind=muon`."""
     rate_factor: Positive[float] = 1.0
     """Factor of every group's rate. Try 0.1 with `init_from` on new text (docs/recipe.md)."""
+    batch_factor: InFile[Positive[float]] = 1.0
+    """Factor of every group's rate but `scalars`', for the size of a step. configs/nanochat.py derives it."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
@@ -375,7 +377,8 @@ class Config:
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes
     nothing."""
     init_from: AnyPath = ""
-    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
+    """Another run, a folder that export.py wrote, a nanochat in transformers' format, or a folder of nanochat's own
+    checkpoints (model_NNNNNN.pt, of which the newest is taken): start from its parameters."""
     init_optimizer: bool = False
     """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
     model: ModelConfig = field(default_factory=ModelConfig)

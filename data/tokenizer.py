@@ -1,4 +1,4 @@
-"""Text to tokens: by any tokenizer.json, or one of tiktoken's; run by `tokenizers`."""
+"""Text to tokens: by any tokenizer.json, nanochat's tokenizer.pkl, or one of tiktoken's; run by `tokenizers`."""
 
 import hashlib
 import json
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from configs.files import write_whole
 from configs.retry import StorageLost, with_retries
 from configs.schema import UserError
+from data.tokenizer_pickle import read_pickle
 
 BOS = "<|bos|>"
 # Special tokens of conversations (data/conversation.py); with the BOS, nanochat's nine.
@@ -158,13 +159,17 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> TextTokenizer:
-    """Return the tokenizer in a tokenizer.json, in a folder with one, or tiktoken's (`tiktoken:gpt2`). Raise UserError
-    if there is none."""
+    """Return the tokenizer in a tokenizer.json or in nanochat's tokenizer.pkl, in a folder with one, or tiktoken's
+    (`tiktoken:gpt2`). Raise UserError if there is none."""
     if str(name).startswith("tiktoken:"):
         return _from_tiktoken(str(name).removeprefix("tiktoken:"))
     path = Path(os.path.expanduser(name))
-    path = path / "tokenizer.json" if os.path.isdir(path) else path
+    if os.path.isdir(path):
+        is_nanochat = (path / "tokenizer.pkl").exists() and not (path / "tokenizer.json").exists()
+        path = path / ("tokenizer.pkl" if is_nanochat else "tokenizer.json")
     try:
+        if path.suffix == ".pkl":
+            return convert_tiktoken(*read_pickle(path))
         tokenizer = TextTokenizer(with_retries(str(path), path.read_bytes).decode())
         if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
             before, both, after = tokenizer.json.partition(f", {tokenizer._template}]}}")
@@ -174,7 +179,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     except StorageLost:
         raise
     except Exception as error:  # the library has no exception type for parse errors
-        raise UserError(f"{name}: no readable tokenizer.json ({error})") from error
+        raise UserError(f"{name}: no readable tokenizer in {path.name} ({error})") from error
     return tokenizer
 
 

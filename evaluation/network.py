@@ -13,7 +13,7 @@ from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive, U
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
-from interchange.init_from import config_of, is_network, read_params, require_same_network
+from interchange.init_from import config_of, is_network, read_params, require_same_network, tokenizer_in
 from run.folder import record_of
 from run.record import fetch_locally
 from run.saved_run import load_run
@@ -91,15 +91,15 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
-    """Return the network that export.py wrote to a folder, or of a run's checkpoint: of `step`, or the newest.
-    Raise UserError if neither is there, if the network is not one of ours, or for a step of a network."""
+    """Return the network that export.py or nanochat wrote to a folder, or of a run's checkpoint of `step`, or the
+    newest. Raise UserError if neither is there, if the network is not one of ours, or for a step of a network."""
     given, folder = folder, fetch_locally(folder)
     if is_network(folder):
         if step:
             raise UserError(f"--step={step} chooses a run's checkpoint; {folder} has one network")
         config = config_of(folder)
         require_same_network(config)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(tokenizer_in(folder) or folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
     record_of(given)  # a folder that is no run is reported as such
     tokenizer = load_tokenizer(folder / "tokenizer")

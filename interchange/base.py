@@ -11,6 +11,7 @@ from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.init_from import is_run, network_config, tokenizer_in
+from interchange.nanochat import newest_checkpoint
 from run.checkpoint import finished_steps
 from run.folder import record_of
 from run.record import fetch_locally
@@ -20,10 +21,12 @@ class Base(NamedTuple):
     """A network to fine-tune on conversations."""
 
     config: Config
-    """A run's config, or one of only the network's options and row."""
+    """A run's config, that of nanochat's own checkpoint, or one of only the network's options and row."""
     tokenizer: str
     """Folder of the tokenizer, which has these tokens."""
     is_run: bool
+    has_rates: bool
+    """Whether the config has the rates that the network was trained with."""
 
 
 def base_of_chat(config: Config) -> Base:
@@ -32,7 +35,7 @@ def base_of_chat(config: Config) -> Base:
     folder = fetch_locally(config.init_from)
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
-        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
+        raise UserError(f"{config.init_from} has no tokenizer: give its tokenizer as --data.tokenizer")
     tokenizer = load_tokenizer(home)
     if missing := tokenizer.missing_chat_tokens:
         raise UserError(
@@ -41,7 +44,8 @@ def base_of_chat(config: Config) -> Base:
         )
     if in_bucket(config.init_from):
         home = kept(tokenizer)
-    return Base(base, str(home), is_run(folder))
+    run = is_run(folder)
+    return Base(base, str(home), run, run or newest_checkpoint(folder) is not None)
 
 
 def resumed_run(config: Config) -> Config | None:

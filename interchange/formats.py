@@ -1,4 +1,5 @@
-"""Formats of networks in folders: the names and shapes of arrays, and config.json, of three kinds.
+"""Formats of networks in folders: the names and shapes of arrays, and config.json, of three kinds. A fourth is
+nanochat's own, interchange/nanochat.py.
 
 ours                               NanoChatForCausalLM                             interchange/modeling_tokensum.py
 embed.table                        model.embed_tokens.weight                       embed.weight
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from safetensors import safe_open
 
 from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, Role, UserError, roles
+from interchange.nanochat import TABLE, checkpoint_arrays, nanochat_name, newest_checkpoint
 from model.attention import has_value_embedding, window_of
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
@@ -54,6 +56,8 @@ def spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
     """Return a folder's names of our parameters, and whether its matrices are [outputs, inputs], as in torch."""
     if HF_TABLE in stored:
         return hf_name, True
+    if TABLE in stored:
+        return nanochat_name, True
     return (own_name, True) if OWN_TABLE in stored else (str, False)
 
 
@@ -138,6 +142,8 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
     """Return the arrays in a folder's files, by name, not yet read. Raise UserError if they are missing or
     incomplete."""
     files = sorted(folder.glob("*.safetensors"))
+    if checkpoint := newest_checkpoint(folder):
+        return checkpoint_arrays(checkpoint)
     if not files:
         raise UserError(f"{folder} has no network: no *.safetensors there")
     try:

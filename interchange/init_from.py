@@ -1,5 +1,5 @@
-"""Networks in folders, to train from or to measure: a run's, one from export.py, or a published nanochat in
-transformers' format."""
+"""Networks in folders, to train from or to measure: a run's, one from export.py, a published nanochat in transformers'
+format, or nanochat's own checkpoints."""
 
 import json
 from dataclasses import replace
@@ -16,6 +16,7 @@ from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import Damaged, NoCheckpoint
 from interchange.formats import function_options, hf_config, model_of_hf, own_config, spelling, stored_arrays, turned
+from interchange.nanochat import config_of_checkpoint, nanochat_tokenizer, newest_checkpoint
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
@@ -31,7 +32,7 @@ TOKENS_AT_A_TIME = 16_384  # in a measurement of a network, per device
 
 def is_network(folder: str | Path) -> bool:
     """Return whether a folder has a network's arrays, as no run's folder does."""
-    return any(Path(folder).expanduser().glob("*.safetensors"))
+    return newest_checkpoint(folder) is not None or any(Path(folder).expanduser().glob("*.safetensors"))
 
 
 def is_run(folder: Path) -> bool:
@@ -47,6 +48,13 @@ def architecture_of(folder: str | Path) -> str:
 def config_of(folder: str | Path) -> Config:
     """Return the Config whose `init_from` is this folder, to measure it with. Raise UserError for other
     architectures."""
+    if checkpoint := newest_checkpoint(folder):
+        try:
+            config = resolved(replace(config_of_checkpoint(checkpoint, TOKENS_AT_A_TIME), init_from=str(folder)))
+            validate(config)
+        except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"the meta file of {checkpoint} describes no network of ours: {error!r}") from error
+        return config
     path, theirs, kind = Path(folder) / "config.json", _read_json(folder), architecture_of(folder)
     if kind not in OURS:
         raise UserError(
@@ -81,6 +89,8 @@ def network_config(folder: Path) -> Config:
 
 def tokenizer_in(folder: Path) -> Path | None:
     """Return the folder with the tokenizer of a run or of a network, or None if it has none."""
+    if newest_checkpoint(folder):
+        return nanochat_tokenizer(folder)
     folder = folder / "tokenizer" if is_run(folder) else folder
     return folder if (folder / "tokenizer.json").exists() else None
 

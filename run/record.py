@@ -208,7 +208,8 @@ def fetch_locally(folder: str | Path) -> Path:
         return local
     with reading(str(folder)):
         with_retries(str(folder), lambda: _fetch(source, local))
-    if not (local / "config.json").exists() and not any(local.glob("*.safetensors")):
+    networks = (*local.glob("*.safetensors"), *local.glob("model_*.pt"))
+    if not (local / "config.json").exists() and not networks:
         raise UserError(f"{folder} holds no run (no config.json) and no network (no *.safetensors)")
     return local
 

@@ -57,8 +57,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
         """Return the tokens before an answer. Raise Refused if the messages are not a conversation, or fill the row."""
-        for message in self.messages:  # clients may send a text in parts
-            parts = message.get("content")
+        for message in self.messages:  # clients may send a text in parts; an assistant's are learned one by one
+            parts = message.get("content") if message.get("role") != "assistant" else None
             if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
                 texts = [part.get("text") for part in parts]
                 message["content"] = "".join(texts) if all(isinstance(text, str) for text in texts) else None

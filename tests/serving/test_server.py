@@ -169,16 +169,19 @@ def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
 
 def test_the_engine_s_options_follow_from_the_request():
     engine = FakeEngine(lambda prompt: spell("many words"))
-    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    spelled = lambda *texts: [{"type": "text", "text": text} for text in texts]
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": spelled("he", "llo")}]
     with served(engine) as client:
         client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
         client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": ""}, *HELLO], seed=5)
+        answered = [{"role": "assistant", "content": spelled("no", "t")}, {"role": "user", "content": "more"}]
+        client.chat.completions.create(model="tiny", messages=[*HELLO, *answered], seed=5)
         ask(client, top_p=0, extra_body={"top_k": -1})
         cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
     four = TOKENIZER.decode(spell("many words")[:4])
     assert [(choice.message.content, choice.finish_reason) for choice in cut] == [(four, "length")] * 2
-    (tokens, sampling), (plain, _), (_, greedy), (_, one), (_, other) = engine.begun
+    (tokens, sampling), (plain, _), (longer, _), (_, greedy), (_, one), (_, other) = engine.begun
+    assert longer == render(TOKENIZER, messages_of([*HELLO, *answered]), ask=True)  # an assistant's parts as learned
     assert greedy[:3] == (0.0, 0, 1.0)
     assert plain == render(TOKENIZER, messages_of(HELLO), ask=True)
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)

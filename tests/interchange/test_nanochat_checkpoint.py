@@ -1,0 +1,217 @@
+"""Test nanochat's own checkpoints: its logits, its tokens, and what is refused.
+
+nanochat_logits.json has logits of nanochat's code (92d63d4), in float32 on a CPU, of the parameters that `numbers`
+makes. With NANOCHAT_DIR the code computes them again."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiktoken
+from flax import nnx
+
+from configs.command_line import parse
+from configs.schema import MeshConfig, ModelConfig, UserError
+from configs.validation import resolved
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, load_tokenizer
+from evaluation.network import open_network
+from interchange.formats import turned
+from interchange.init_from import config_of, read_params, require_same_network, tokenizer_in
+from interchange.nanochat import nanochat_name
+from model.gpt import parameter_shapes
+from model.loss import softcap
+from tests.helpers import arrays_of
+from training.mesh import make_mesh, resized
+from training.optimizer import peak_rates
+from training.state import abstract_params, split_model
+
+torch = pytest.importorskip("torch")
+
+LENGTH = 256  # so that windows of 128 cut
+META = {"sequence_len": LENGTH, "vocab_size": 300, "n_layer": 4, "n_head": 2, "n_kv_head": 1, "n_embd": 64}
+META |= {"window_pattern": "SSSL"}
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 200), np.int32)
+SAVED = Path(__file__).with_name("nanochat_logits.json")
+MERGES = [b"th", b"the", b" q", b" qu", b"in"]
+ENCODING = tiktoken.Encoding(
+    "rustbpe",
+    pat_str=SPLIT,
+    mergeable_ranks={bytes([b]): b for b in range(256)} | {token: 256 + i for i, token in enumerate(MERGES)},
+    special_tokens={name: 291 + i for i, name in enumerate((BOS, *CHAT_TOKENS))},
+)
+
+
+def numbers(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Return the same numbers for the same names and shapes."""
+    made = {}
+    for i, (name, shape) in enumerate(sorted(shapes.items())):
+        waves = np.sin(0.731 * np.arange(np.prod(shape)) ** 2 + i).reshape(shape)
+        size = 1.0 if name.startswith("transformer.wte") else 0.2  # our norms add 1e-6 to mean squares, its 1.2e-7
+        made[name] = torch.tensor(size * waves + (len(shape) == 1), dtype=torch.float32)
+    return made
+
+
+def shapes_of(model: ModelConfig, rows: int = 320) -> dict[str, tuple[int, ...]]:
+    """Return nanochat's names and shapes of a network. Its tables have rows for a multiple of 64 tokens."""
+    shapes = {}
+    for name, shape in parameter_shapes(model).items():
+        shape = tuple(reversed(shape)) if name.endswith(".kernel") else tuple(shape)
+        shapes[nanochat_name(name)] = (rows, *shape[1:]) if shape[0] == model.vocab_size else shape
+    return shapes
+
+
+def write(folder: Path, tensors: dict | None = None, step: int = 7, **meta) -> Path:
+    """Write a checkpoint as nanochat does, and its tokenizer two folders above."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, "model_config": META} | meta))
+    torch.save(numbers(shapes_of(config_model())) if tensors is None else tensors, folder / f"model_{step:06d}.pt")
+    home = folder.parent.parent / "tokenizer"
+    home.mkdir(exist_ok=True)
+    (home / "tokenizer.pkl").write_bytes(pickle.dumps(ENCODING))
+    return folder
+
+
+def config_model() -> ModelConfig:
+    features = dict.fromkeys(("value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"), True)
+    sizes = {"depth": 4, "width": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab_size": 300}
+    return ModelConfig(**sizes, qk_scale=1.2, window_pattern="SSSL", short_window=128, **features)
+
+
+def logits_of(folder: Path) -> np.ndarray:
+    """Return our capped logits of the network in a folder, opened as every command does."""
+    network = open_network(folder, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+    graphdef, _ = split_model(network.config.model, jnp.dtype("float32"))
+    return np.asarray(softcap(nnx.merge(graphdef, network.params)(jnp.array(TOKENS))[0], 15.0))
+
+
+def test_logits_are_those_of_nanochat_s_code(tmp_path):
+    write(tmp_path / "base_checkpoints/d4", {}, step=3)  # an older one
+    logits = logits_of(write(tmp_path / "base_checkpoints/d4"))
+    some = json.loads(SAVED.read_text())
+    np.testing.assert_allclose(logits[:, ::33, ::50], some, rtol=0, atol=1e-4)
+    assert np.std(some) > 1
+
+
+@pytest.mark.medium
+@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
+def test_a_network_of_nanochat_s_code_gives_its_logits(tmp_path):
+    from bench.nanochat import new_network
+
+    network = new_network(config_model(), LENGTH)
+    theirs = lambda: network(torch.tensor(TOKENS, dtype=torch.long)).detach().numpy()
+    torch.manual_seed(0)
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    folder = write(tmp_path / "chatsft_checkpoints/d4", network.state_dict())
+    np.testing.assert_allclose(logits_of(folder), theirs(), rtol=0, atol=1e-4)
+    network.load_state_dict(numbers({name: tuple(p.shape) for name, p in network.named_parameters()}))
+    np.testing.assert_allclose(theirs()[:, ::33, ::50], json.loads(SAVED.read_text()), rtol=0, atol=1e-5)
+
+
+def test_parameters_are_read_back_exactly_on_a_mesh_and_older_ones_lack_factors(tmp_path):
+    model = config_model()
+    params = jax.tree.map(
+        lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32),
+        abstract_params(model, make_mesh(MeshConfig(data=1), jax.devices()[:1])),
+    )
+    stored = {nanochat_name(name): torch.tensor(turned(name, array)) for name, array in arrays_of(params).items()}
+    stored["transformer.wte.weight"] = stored["transformer.wte.weight"].bfloat16()  # as on a GPU
+    params["embed"]["table"] = stored["transformer.wte.weight"].float().numpy()
+    del stored["x0_lambdas"]
+    params["x0_lambdas"]["values"] = np.zeros(4, np.float32)
+    folder = write(tmp_path / "base_checkpoints/d4", {f"_orig_mod.{name}": one for name, one in stored.items()})
+    config = config_of(folder)
+    assert config.model == model and config.batch.sequence_length == LENGTH
+    require_same_network(config)
+    read = jax.device_get(read_params(config, abstract_params(model, make_mesh(MeshConfig(2, 2, 2)))))
+    jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape)), params, read)
+    del stored["smear_gate.weight"], stored["value_embeds.1.weight"]
+    torch.save(stored, folder / "model_000007.pt")
+    with pytest.raises(UserError, match=r"smear_gate.weight: missing, not \(1, 24\)\n  value_embeds.1.weight: missing"):
+        require_same_network(config)
+
+
+def test_fine_tuning_follows_the_checkpoint_s_rates_and_step(tmp_path):
+    trained = {"embedding_lr": 0.5, "unembedding_lr": None, "matrix_lr": 0.03, "scalar_lr": 9.0}
+    folder = write(tmp_path / "base_checkpoints/d4", user_config=trained, total_batch_size=2**20)
+    config, _ = parse("", argv=["--config=configs/chat.py", f"--init_from={folder}", "--model.dtype=float32"])
+    network = replace(config_model(), dtype="float32")
+    assert resolved(config).model == network and config.batch.tokens_per_step == 2**20
+    wanted = {"embed": 0.5, "lm_head": 0.004, "value_embeds": 0.25, "matrices": 0.03, "resid_lambdas": 0.005}
+    wanted |= {"x0_lambdas": 0.5, "scalars": 0.2}
+    assert peak_rates(config.optimizer, 768) == pytest.approx({name: 0.8 * rate for name, rate in wanted.items()})
+    assert config.optimizer.clip_norm == 1e9 and not config.init_optimizer
+    assert config.data.tokenizer == str(tmp_path / "tokenizer")
+
+
+def test_its_tokens_are_tiktoken_s(tmp_path):
+    home = tokenizer_in(write(tmp_path / "base_checkpoints/d4"))
+    assert home == tmp_path / "tokenizer"
+    tokenizer, text = load_tokenizer(home), "the quick brown thing, in 1,234 quiet  quarters\n\n<|bos|> élan"
+    assert tokenizer.encode([text])[0] == ENCODING.encode_ordinary(text) and not tokenizer.missing_chat_tokens
+    assert tokenizer.bos == 291 and tokenizer.vocab_size == 300
+
+
+class Harm:
+    """A pickle of it calls a function when it is read."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def state(**changes) -> tiktoken.Encoding:
+    """Return an encoding whose pickle has other parts."""
+    encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)
+    parts = {"name": "rustbpe", "_pat_str": SPLIT, "_mergeable_ranks": ENCODING._mergeable_ranks}
+    vars(encoding).update(parts | {"_special_tokens": ENCODING._special_tokens} | changes)
+    return encoding
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (lambda path: Harm(os.system, f"touch {path}"), r"names posix.system, which no tokenizer needs"),
+        (lambda path: state(_pat_str=Harm(open, path, "w")), r"names _?io.open, which"),
+        (lambda path: state(_special_tokens={"a": Harm(eval, f"open({str(path)!r}, 'w')")}), "names builtins.eval"),
+        (lambda path: Harm(tiktoken.get_encoding, "gpt2"), "names tiktoken.registry.get_encoding"),
+        (lambda path: {"mergeable_ranks": {}}, "it is no tiktoken.Encoding"),
+        (lambda path: state(_pat_str=None), "it is no tiktoken.Encoding"),
+        (lambda path: state(_mergeable_ranks={"a": 1}), "its tokens are not bytes and numbers"),
+    ],
+)
+def test_a_tokenizer_that_is_more_than_an_encoding_is_refused_and_nothing_is_called(tmp_path, pickled, message):
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(pickled(tmp_path / "harm")))
+    with pytest.raises(UserError, match=f"no readable tokenizer in tokenizer.pkl .*{message}"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_harmful_or_unknown_checkpoint_is_refused_by_name(tmp_path):
+    folder = write(tmp_path / "base_checkpoints/d4")
+    torch.save({"lm_head.weight": Harm(os.system, f"touch {tmp_path / 'harm'}")}, folder / "model_000007.pt")
+    with pytest.raises(UserError, match=r"model_000007.pt cannot be read as nanochat's: Weights only load failed"):
+        require_same_network(config_of(folder))
+    assert not (tmp_path / "harm").exists()
+    (folder / "model_000007.pt").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"model_000007.pt cannot be read as nanochat's"):
+        require_same_network(replace(config_of(write(tmp_path / "base_checkpoints/d5")), init_from=str(folder)))
+    for changed, message in (
+        ({"n_expert": 8}, "n_expert"),
+        ({"n_head": None}, "TypeErr"),
+        ({"n_embd": 66}, "head_dim"),
+    ):
+        write(folder, {}, model_config=META | changed)
+        with pytest.raises(UserError, match=f"meta file of .* describes no network of ours: .*{message}"):
+            config_of(folder)
+    (folder / "meta_000007.json").unlink()
+    with pytest.raises(UserError, match="describes no network of ours: FileNotFoundError"):
+        config_of(folder)
