@@ -299,7 +299,7 @@ class EvalConfig:
     tokens: Positive[int] = 10_485_760
     """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it if it has fewer."""
     prompts: tuple[str, ...] = ("", "", "")
-    """Prompts to continue after each evaluation; an empty one starts a document."""
+    """Prompts to continue after each evaluation; an empty one becomes the first words of a held-out document."""
     sample_tokens: InFile[Positive[int]] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
 
@@ -366,7 +366,7 @@ class Config:
     steps: NotNegative[int] = 1000
     """Optimizer steps of the complete run. 0: `epochs` give the number."""
     epochs: Positive[float] = 1.0
-    """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
+    """With `steps=0`: epochs of the run, rounded down to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
     deterministic: Free[bool] = True
     """On GPUs, use no kernel whose order of additions varies, and choose kernels without timing them. A resumed run

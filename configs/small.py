@@ -49,5 +49,5 @@ def get_config() -> Config:
             x0_lambdas=replace(OptimizerConfig().x0_lambdas, warmup_steps=20),
         ),
         checkpoint=CheckpointConfig(every_steps=100),
-        eval=EvalConfig(every_steps=150, tokens=65_536, prompts=("def", "class", "import")),
+        eval=EvalConfig(every_steps=150, tokens=65_536),
     )
