@@ -77,7 +77,7 @@ class ModelConfig:
     loss_chunks: Free[Positive[int]] = 1
     """Parts in which the head and the loss process a micro-batch's tokens. Only one part's logits exist at a time: less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
-    rotary_base: Positive[float] = 100_000.0
+    rotary_base: InFile[Positive[float]] = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
     qk_scale: Positive[float] = 1.0
     """Factor of queries and keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
@@ -368,6 +368,8 @@ class Config:
     epochs: Positive[float] = 1.0
     """With `steps=0`: epochs of the run, rounded down to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
+    ratio: Free[Positive[float] | None] = None
+    """Of configs/nanochat.py alone: tokens for each parameter of blocks and head. They give `steps`, and no rate."""
     deterministic: Free[bool] = True
     """On GPUs, use no kernel whose order of additions varies, and choose kernels without timing them. A resumed run
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes

@@ -62,12 +62,8 @@ class Text:
 
     def prompts(self, given: Sequence[str]) -> list[str]:
         """Return the prompts, with the beginning of a held-out document for each empty one, as far as there are any."""
-        rows = (
-            part[i * max(len(part) // FEW, 1)]
-            for i in range(FEW)
-            for part in self.val
-            if i < len(part) and not part.chat_tokens
-        )
+        texts = [part for part in self.val if not part.chat_tokens]
+        rows = (part[i * max(len(part) // FEW, 1)] for i in range(FEW) for part in texts if i < len(part))
         beginnings = filter(None, map(self._beginning, rows))
         return [prompt or next(beginnings, "") for prompt in given]
 
@@ -75,10 +71,9 @@ class Text:
         """Return the first words of the first document that begins in a row and fills half of it, or no text."""
         inputs, bos, half = row["inputs"], self.tokenizer.bos, len(row["inputs"]) // 2
         starts = np.flatnonzero((inputs == bos) & (row["weights"] > 0))  # no BOS of a longer document's later row
-        bodies = (inputs[start + 1 : start + 1 + half] for start in starts)
-        body = next((ids for ids in bodies if len(ids) == half and bos not in ids), None)
-        text = "" if body is None else self.tokenizer.decode(body.tolist()).rstrip("\ufffd")
-        words = re.match(r"\s*(\S+\s+){0,3}\S+", text)
+        bodies = (inputs[start + 1 : start + 1 + half].tolist() for start in starts)
+        body = next((ids for ids in bodies if len(ids) == half and bos not in ids), [])
+        words = re.match(r"\s*(\S+\s+){0,3}\S+|", self.tokenizer.decode(body).rstrip("\ufffd"))
         return words[0][:40] if words else ""
 
     def epochs(self, rows: int) -> dict[str, float]:

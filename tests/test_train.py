@@ -317,6 +317,8 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ("train", ["--config=tiny.py", "--batch.tokens_per_step=500"], "480 or 512"),
         ("train", ["--config=tiny.py", "--mesh.data=3"], "2 cpu device"),
         ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
+        ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
+        ("train", ["--config=tiny.py", "--data.tokenizer=untouched/tokenizer", "--model.vocab_size=280"], "300 tokens"),
         ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
