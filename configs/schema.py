@@ -230,7 +230,7 @@ class MuonConfig:
 class OptimizerConfig:
     """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for.
 
-    `eps` is 1e-4 for groups whose first gradient is zero except for rounding (docs/mesh.md): Adam would make a full
+    `eps` is 1e-4 for groups whose first gradient is zero except for rounding (docs/step.md): Adam would make a full
     step of it.
     """
 
@@ -323,7 +323,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DiagnosticsConfig:
-    """Measurements within a step (docs/tuning.md): the gradient noise scale, the agreement of micro-batches, and
+    """Measurements within a step (docs/planning.md): the gradient noise scale, the agreement of micro-batches, and
     norms of gradients, parameters and updates."""
 
     every_steps: NotNegative[int] = 0
@@ -369,7 +369,7 @@ class Config:
     """With `steps=0`: epochs of the run, rounded down to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
     ratio: Free[Positive[float] | None] = None
-    """Of configs/nanochat.py alone: tokens for each parameter of blocks and head. They give `steps`, and no rate."""
+    """Tokens for each parameter of blocks and head. They give the `steps` of configs/nanochat.py alone, and no rate."""
     deterministic: Free[bool] = True
     """On GPUs, use no kernel whose order of additions varies, and choose kernels without timing them. A resumed run
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes

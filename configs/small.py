@@ -41,7 +41,7 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(
             matrices=replace(OptimizerConfig().matrices, kind="muon"),
             muon=MuonConfig(peak_rate=0.04),  # docs/recipe.md
-            # At the full rate from the first step, the loss jumps at step 5, and rounding grows tenfold (docs/mesh.md).
+            # At the full rate from the first step, the loss jumps at step 5, and rounding grows tenfold (docs/step.md).
             x0_lambdas=replace(OptimizerConfig().x0_lambdas, warmup_steps=20),
         ),
         checkpoint=CheckpointConfig(every_steps=100),
