@@ -108,6 +108,8 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     config = check_types(both.config)
+    if "ratio" in given and (default.ratio is None or {"steps", "epochs"} & given):
+        raise UserError("--ratio gives the steps of configs/nanochat.py: leave out --steps and --epochs, or --ratio")
     if "epochs" in given:
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
@@ -151,8 +153,7 @@ def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
 
 
 def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
-    """Return `--deterministic=False` as `--no_deterministic`, `--deterministic=True` as `--deterministic`, and
-    `--eval.prompts=["a","b"]` as `--eval.prompts a b`."""
+    """Return `--deterministic=False` as `--no_deterministic`, and `--deterministic=True` as `--deterministic`."""
     kinds = {name: hint for section in sections for name, hint in hints(section).items()}
     spelled = []
     for word in words:
@@ -163,21 +164,9 @@ def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
         section, dot, last = name.rpartition(".")
         if kind is bool:
             spelled.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
-        elif get_origin(kind) is tuple and value.startswith("[") and value.endswith("]"):
-            spelled += [option, *_listed(option, value)]
         else:
             spelled.append(word)
     return spelled
-
-
-def _listed(option: str, value: str) -> list[str]:
-    """Return the texts of a JSON list. Raise UserError for anything else: a shell removes unquoted quotes."""
-    try:
-        return [str(text) for text in json.loads(value)]
-    except ValueError as error:
-        raise UserError(
-            f"{option}={value} is not a list of texts; give one after the other: {option} 'first text' 'second text'"
-        ) from error
 
 
 def config_from_json(text: str) -> Config:

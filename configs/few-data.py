@@ -22,5 +22,5 @@ def get_config() -> Config:
         model=replace(config.model, depth=6, width=384, heads=6, kv_heads=6, dropout=0.2),
         batch=BatchConfig(sequence_length=512, tokens_per_step=16_384),
         checkpoint=CheckpointConfig(every_steps=20),
-        eval=EvalConfig(every_steps=20, tokens=65_536, prompts=("", "", "")),
+        eval=EvalConfig(every_steps=20, tokens=65_536),
     )

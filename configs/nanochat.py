@@ -1,13 +1,10 @@
-"""nanochat's single dial: everything follows from the depth.
+"""nanochat's recipe: everything follows from the depth.
 
 python train.py --config=configs/nanochat.py --model.depth=12 --data.source=FOLDER
 
 Network and recipe are nanochat's of mid 2026, all its later features and Muon included. Derived values are printed with
-their reasons. Options on the command line stay as given, and values that depend on them follow.
-
-Not trained yet: its loss is unknown. One H100 made 493,000 tokens/s of depth 12 (docs/performance.md). docs/mesh.md
-describes its step, compiled for a TPU slice.
-bench.exactness runs the first steps of a small network with these options on a CPU.
+their reasons. Options on the command line stay as given, and values that depend on them follow. `--ratio=8` trains on 8
+tokens for each parameter in place of 12, as nanochat's speedrun does about; rates and batch stay, as in nanochat.
 """
 
 import math
@@ -34,6 +31,7 @@ REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2**19  # where nanochat tuned its rates
 def get_config() -> Config:
     return Config(
         name="nanochat",
+        ratio=TOKENS_PER_PARAMETER,
         model=ModelConfig(
             depth=20,
             qk_scale=1.2,
@@ -85,9 +83,10 @@ def derive(config: Config, given: set[str]) -> Config:
     why = f"2^19 x ({tokens / reference:.3f} of d12's horizon)^{BATCH_EXPONENT}, to a power of 2"
     derived({"batch.tokens_per_step": (batch, why)})
     batch = config.batch.tokens_per_step
-    per_parameter = f"{TOKENS_PER_PARAMETER} tokens for each of {scaling_parameters(config.model):,} parameters"
-    steps = tokens // batch
-    derived({"steps": (steps, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
+    ratio = config.ratio or TOKENS_PER_PARAMETER
+    trained = int(ratio * scaling_parameters(config.model))
+    per_parameter = f"{ratio:g} tokens for each of {scaling_parameters(config.model):,} parameters"
+    derived({"steps": (trained // batch, f"{trained:,} tokens: {per_parameter} of blocks and head")})
     scale = math.sqrt(batch / REFERENCE_BATCH)
     print(f"optimizer.batch_factor={scale:.3f}  sqrt(tokens_per_step / 2^19): rates are nanochat's, times this")
     config = with_options(config, {"optimizer.batch_factor": scale})

@@ -1,15 +1,12 @@
 """nanochat's plain network under AdamW, layer by layer. transformers can load it.
 
 Without `--model.depth` it is configs/small.py without the later features, of 5 M parameters: the baseline of
-docs/recipe.md. Its 300 steps reach a validation loss of 3.96, 1.61 bits per byte. They took 306 s on two AMD EPYC cores
-with AVX-512 and other work running (2026-11-24, Python 3.12, JAX 0.12.0.1, bfloat16). 488 steps reached 1.467 bits per
-byte, the mean of three seeds (2026-11-21).
+docs/recipe.md.
 
 python train.py --config=configs/plain.py --model.depth=12 --data.source=FOLDER
 
 With `--model.depth` it has nanochat's sizes at that depth, for accelerators: 135 M parameters at 12, 477 M at 20. A
-tokenizer of 32,768 tokens is trained on your text. Options on the command line stay as given. Not trained yet: its loss
-is unknown. One H100 made 546,000 tokens/s of depth 12 (docs/performance.md).
+tokenizer of 32,768 tokens is trained on your text. Options on the command line stay as given.
 """
 
 from dataclasses import replace

@@ -77,7 +77,7 @@ class ModelConfig:
     loss_chunks: Free[Positive[int]] = 1
     """Parts in which the head and the loss process a micro-batch's tokens. Only one part's logits exist at a time: less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
-    rotary_base: Positive[float] = 100_000.0
+    rotary_base: InFile[Positive[float]] = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
     qk_scale: Positive[float] = 1.0
     """Factor of queries and keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
@@ -232,7 +232,7 @@ class MuonConfig:
 class OptimizerConfig:
     """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for.
 
-    `eps` is 1e-4 for groups whose first gradient is zero except for rounding (docs/mesh.md): Adam would make a full
+    `eps` is 1e-4 for groups whose first gradient is zero except for rounding (docs/step.md): Adam would make a full
     step of it.
     """
 
@@ -303,7 +303,7 @@ class EvalConfig:
     tokens: Positive[int] = 10_485_760
     """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it if it has fewer."""
     prompts: tuple[str, ...] = ("", "", "")
-    """Prompts to continue after each evaluation; an empty one starts a document."""
+    """Prompts to continue after each evaluation; an empty one becomes the first words of a held-out document."""
     sample_tokens: InFile[Positive[int]] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
 
@@ -327,7 +327,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DiagnosticsConfig:
-    """Measurements within a step (docs/tuning.md): the gradient noise scale, the agreement of micro-batches, and
+    """Measurements within a step (docs/planning.md): the gradient noise scale, the agreement of micro-batches, and
     norms of gradients, parameters and updates."""
 
     every_steps: NotNegative[int] = 0
@@ -370,8 +370,10 @@ class Config:
     steps: NotNegative[int] = 1000
     """Optimizer steps of the complete run. 0: `epochs` give the number."""
     epochs: Positive[float] = 1.0
-    """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
+    """With `steps=0`: epochs of the run, rounded down to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
+    ratio: Free[Positive[float] | None] = None
+    """Tokens for each parameter of blocks and head. They give the `steps` of configs/nanochat.py alone, and no rate."""
     deterministic: Free[bool] = True
     """On GPUs, use no kernel whose order of additions varies, and choose kernels without timing them. A resumed run
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes

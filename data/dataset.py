@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
-from data.packing import Rows
+from data.packing import Row, Rows
 from data.tokenizer import TextTokenizer
 
 FEW = 30  # held-out documents
@@ -59,14 +60,30 @@ class Text:
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
+    def prompts(self, given: Sequence[str]) -> list[str]:
+        """Return the prompts, with the beginning of a held-out document for each empty one, as far as there are any."""
+        texts = [part for part in self.val if not part.chat_tokens]
+        rows = (part[i * max(len(part) // FEW, 1)] for i in range(FEW) for part in texts if i < len(part))
+        beginnings = filter(None, map(self._beginning, rows))
+        return [prompt or next(beginnings, "") for prompt in given]
+
+    def _beginning(self, row: Row) -> str:
+        """Return the first words of the first document that begins in a row and fills half of it, or no text."""
+        inputs, bos, half = row["inputs"], self.tokenizer.bos, len(row["inputs"]) // 2
+        starts = np.flatnonzero((inputs == bos) & (row["weights"] > 0))  # no BOS of a longer document's later row
+        bodies = (inputs[start + 1 : start + 1 + half].tolist() for start in starts)
+        body = next((ids for ids in bodies if len(ids) == half and bos not in ids), [])
+        words = re.match(r"\s*(\S+\s+){0,3}\S+|", self.tokenizer.decode(body).rstrip("\ufffd"))
+        return words[0][:40] if words else ""
+
     def epochs(self, rows: int) -> dict[str, float]:
         """Return the epochs of each dataset in the first `rows` rows of a run, by the datasets' shortest names."""
         shown = shortest(self.names)
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
     def steps(self, epochs: float, rows: int) -> int:
-        """Return the steps of `rows` rows that have these epochs of all datasets; the last step may go beyond them."""
-        return ceil(ceil(epochs * sum(map(len, self.train))) / rows)
+        """Return the complete steps of `rows` rows in these epochs of all datasets, at least one."""
+        return max(int(epochs * sum(map(len, self.train))) // rows, 1)
 
     def outlook(self, rows: int, length: int) -> str:
         """Return a line on the tokens of a run of `rows` rows, the epochs of each dataset, and those that run out."""

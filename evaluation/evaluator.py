@@ -146,7 +146,8 @@ class Evaluator:
         """Raise UserError for a prompt that leaves no room for a continuation."""
         config = built.config
         self.built, self.text, self.tokenizer = built, text, text.tokenizer
-        self.prompts = encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)
+        prompts = text.prompts(config.eval.prompts)
+        self.prompts = encode_prompts(text.tokenizer, prompts, config.batch.sequence_length)
         self.generate = make_generate(config.model, built.dtype, built.mesh)
         self.batches, self.text_bytes = held_out_batches(
             text.val,

@@ -1,7 +1,7 @@
 """Join the processes of a run, and let them exchange values, through JAX's coordination service.
 
 JAX finds the other processes itself under SLURM, Open MPI, GKE and on TPU VMs (jax/_src/clusters). Elsewhere the user
-sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. docs/multihost.md lists what each launcher sets.
+sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. docs/pods.md lists what each launcher sets.
 
 A process that ends alone does not wait for the others. JAX's heartbeat then ends them with an abort (exit code 134).
 """

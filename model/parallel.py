@@ -66,7 +66,7 @@ def vary_over_tensor(x: T) -> T:
 
 def psum_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the result of work divided over `tensor`: the sum of the devices' parts, in their own type.
-    Float32 would send twice the bytes in every block (docs/mesh.md has the errors)."""
+    Float32 would send twice the bytes in every block (docs/step.md has the errors)."""
     return psum(x, ("tensor",))
 
 

@@ -317,6 +317,8 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ("train", ["--config=tiny.py", "--batch.tokens_per_step=500"], "480 or 512"),
         ("train", ["--config=tiny.py", "--mesh.data=3"], "2 cpu device"),
         ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
+        ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
+        ("train", ["--config=tiny.py", "--data.tokenizer=untouched/tokenizer", "--model.vocab_size=280"], "300 tokens"),
         ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
@@ -348,6 +350,14 @@ def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, cap
     assert says in output and "Traceback" not in output
     assert before == {path: path.stat().st_mtime_ns for path in before}
     assert not (folder / "nothing").exists() and not (folder / "runs").exists()
+
+
+def test_docs_explain_every_key_of_a_run(untouched):
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    files = [untouched / name for name in ("metrics.jsonl", "events.jsonl")]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    keys = {key for line in [*lines, json.loads((untouched / "summary.json").read_text())] for key in line}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == [] and len(keys) > 30
 
 
 RECORDS = [{"body": f"record {i} of the table has {i % 7} things in it, and {i * i % 11} more"} for i in range(800)]

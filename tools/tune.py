@@ -3,7 +3,7 @@
 Short runs of train.py answer three questions: which rows and `remat` are fast with little memory; how large a batch may
 be, by the gradient noise scale; and whether half or twice the rates are better. Each has a table and a picture in the
 folder `out`. The last lines are the options to use. The same command resumes: a run that is complete is not repeated.
-docs/tuning.md shows an example.
+docs/planning.md shows an example.
 """
 
 import argparse

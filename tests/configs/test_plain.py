@@ -1,4 +1,4 @@
-"""Test the plain network's dial: nanochat's sizes at any depth, and the small baseline without it."""
+"""Test the plain network: nanochat's sizes at any depth, and the small baseline without it."""
 
 import pytest
 

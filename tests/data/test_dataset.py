@@ -106,6 +106,28 @@ def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_repo
         opened(f"1:{prepared}/made,1:{prepared}/other", cache)
 
 
+def test_a_run_of_some_epochs_repeats_no_row_beyond_them(made, cache):
+    text = opened(made, cache)
+    rows = len(text.train[0]) // 3 - 1  # of a step: they do not divide the epoch
+    for epochs in (1.0, 2.5):
+        steps = text.steps(epochs, rows)
+        (passes,) = text.epochs(steps * rows).values()
+        assert passes <= epochs < passes + rows / len(text.train[0])
+    assert "come again" not in text.outlook(text.steps(1.0, rows) * rows, 16)
+    assert text.steps(0.01, rows) == 1
+
+
+def test_an_empty_prompt_becomes_the_beginning_of_a_held_out_document(made, prepared, cache):
+    held_out = tokens_of(made, "val")
+    text = opened(made, cache)
+    first, given, second = text.prompts(("", "given", ""))
+    documents = [text.tokenizer.decode(ids[1:].tolist()) for ids in held_out]
+    assert given == "given" and first != second and all(prompt.startswith("document ") for prompt in (first, second))
+    assert all(any(document.startswith(prompt) for document in documents) for prompt in (first, second))
+    both = opened(f"0.5:{made},0.5:{prepared}/second", cache).prompts([""] * 99)
+    assert both[-1] == ""  # fewer held-out documents than prompts
+
+
 def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_prepare_raw", prepare_raw)  # in this process
     os.utime(raw / "3.txt", ns=(1, 1))

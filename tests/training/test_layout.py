@@ -26,7 +26,7 @@ def numbers_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: dict
 
 
 def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: int, nodes: int) -> float:
-    """Return the ratio of a device's parameters and moments to those that docs/mesh.md promises."""
+    """Return the ratio of a device's parameters and moments to those that docs/step.md promises."""
     sizes = {**dict(zip(DATA_AXES, data_parts(data, nodes))), "fsdp": 1, "tensor": 1}
     stored = promised = 0
     for p, count in parameters:
