@@ -23,7 +23,6 @@ from configs.schema import (
 )
 
 ROWS = 8  # a multiple of rows divides over micro-batches and devices
-TOKENS = {"sums": 64, "gsm8k": 768}  # of a question with its answer, at most
 
 
 def get_config() -> Config:
@@ -52,7 +51,8 @@ def derive(config: Config, given: set[str]) -> Config:
     options = config.reinforce
     config = chat.derive(config, given | {"batch.tokens_per_step", "init_optimizer"})
     length = config.batch.sequence_length
-    tokens = options.tokens or min(TOKENS[options.task], length)
+    tokens = options.tokens or {"sums": 14 + 14 * options.difficulty, "gsm8k": 768}[options.task]
+    tokens = min(tokens, length)
     values: dict[str, object] = {"reinforce.tokens": tokens, "model.z_loss": 0.0}  # it would push by the advantages
     if "batch.tokens_per_step" not in given:
         rows = options.prompts * options.samples / max(length // tokens, 1)

@@ -1,7 +1,7 @@
 """Tasks for reinforcement: questions whose answers can be checked. An answer ends with #### and a number, as in GSM8K.
 
-python -m reinforcement.tasks --out=sums.jsonl writes conversations of `sums` to fine-tune on before. Every other one
-calls the calculator, so a network learns two ways to answer.
+python -m reinforcement.tasks --out=sums.jsonl writes conversations of `sums` to fine-tune on before. One in three calls
+the calculator, so a network learns two ways to answer.
 """
 
 import json
@@ -64,7 +64,7 @@ class Sums(Task):
         """Return a problem to learn from, with its answer."""
         (a, b), (question, result) = self.pair(number, False), self.problem(number, False)
         call: list[Message] = [{"type": "python", "text": f"{a}+{b}"}, {"type": "python_output", "text": result}]
-        answer = [*call * (number % 2), {"type": "text", "text": f"#### {result}"}]
+        answer = [*call * (number % 3 == 0), {"type": "text", "text": f"#### {result}"}]
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -113,7 +113,12 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     sums = Sums(ReinforceConfig(difficulty=arguments.difficulty), 0, "")
     lines = [json.dumps(sums.conversation(number)) + "\n" for number in range(arguments.conversations)]
-    write_whole(Path(arguments.out), *lines)
+    out = Path(arguments.out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, *lines)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
     return 0
 
 

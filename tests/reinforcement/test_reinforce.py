@@ -34,7 +34,7 @@ from configs.reinforce import derive, get_config as recipe
 from configs.schema import *
 
 def get_config():
-    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1)
+    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1, tokens=64)
     return replace(recipe(), steps=6, reinforce=few, checkpoint=CheckpointConfig(every_steps=2, keep=9))
 """
 WORDS = ("--config=few.py", "--init_from=base", "--eval.every_steps=3", "--model.dtype=float32")

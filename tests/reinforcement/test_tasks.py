@@ -57,7 +57,7 @@ def test_an_answer_is_right_if_the_number_after_the_mark_is_exactly_the_answer(t
     assert SUMS.reward(Problem("", "1000"), text) == reward
 
 
-def test_conversations_are_right_and_call_the_calculator_in_every_other_one(tmp_path, monkeypatch):
+def test_conversations_are_right_and_call_the_calculator_in_one_of_three(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tasks.py", f"--out={tmp_path}/some.jsonl", "--conversations=8", "--difficulty=3"])
     assert exit_code_of(tasks.main, "") == 0
     for number, line in enumerate((tmp_path / "some.jsonl").read_text().splitlines()):
@@ -66,7 +66,7 @@ def test_conversations_are_right_and_call_the_calculator_in_every_other_one(tmp_
         problem = Sums(ReinforceConfig(difficulty=3), 0, "").problem(number, False)
         text = tokenizer().library.decode(render(tokenizer(), messages[1:]), skip_special_tokens=False)
         assert question["content"] == problem.question and SUMS.reward(problem, text) == 1
-        assert ("<|python_start|>" in text) == (number % 2 == 1) and len(answer["content"]) == 1 + 2 * (number % 2)
+        assert ("<|python_start|>" in text) == (number % 3 == 0) and len(answer["content"]) == 1 + 2 * (number % 3 == 0)
 
 
 def test_gsm8k_takes_every_problem_once_in_an_epoch_and_needs_a_bundle(tmp_path):
