@@ -321,7 +321,7 @@ class ReinforceConfig:
     """Of the draws; the gradient is the policy's own at 1."""
     tokens: InFile[NotNegative[int]] = 0
     """Most tokens of a question with its answer. 0: the task's own."""
-    held_out: InFile[Positive[int]] = 200
+    held_out: InFile[Positive[int]] = 128
     """Held-out questions of an evaluation."""
 
 

@@ -105,7 +105,7 @@ def test_a_run_that_is_stopped_while_it_answers_is_saved_and_continues_to_the_bi
     asked = []
 
     def stopped_at_the_fourth_step(self, *arguments):
-        asked.append(arguments)
+        asked.append(self.engine._write._cache_size())
         if len(asked) == 4:
             signal.raise_signal(signal.SIGTERM)
         return of_step(self, *arguments)
@@ -114,6 +114,7 @@ def test_a_run_that_is_stopped_while_it_answers_is_saved_and_continues_to_the_bi
     with monkeypatch.context() as patch:
         patch.setattr(reinforce.Rollouts, "of_step", stopped_at_the_fourth_step)
         assert again("--run_dir=stopped") == PREEMPTED
+    assert asked == [1] * 4  # nothing compiles for the parameters after a step
     assert [line["step"] for line in lines_of(folder / "stopped") if "reward" in line] == [1, 2, 3]
     assert (folder / "stopped/checkpoints/3").exists()
     assert again("--run_dir=stopped") == 0
