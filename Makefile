@@ -1,5 +1,6 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
 # make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
+# make reinforce [ARGS=--seed=1]                               fine-tune that run on sums, and improve it by reinforcement
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make check                                                   lint, format, types, imports, words, and the house's size
 # make docs                                                    check every link, and build the site: build/site/index.html
@@ -21,7 +22,7 @@ EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: train chat test setup check docs house image
+.PHONY: train chat reinforce test setup check docs house image
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
@@ -34,6 +35,16 @@ chat: setup
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
 	$(BIN)/python train.py --config=configs/chat.py --init_from=runs/small $(ARGS)
 	$(BIN)/python chat.py --run_dir=$(TUNED)
+
+# What exists is not made again: runs/small, runs/chat and runs/sums.
+reinforce: setup
+	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
+	test -f runs/chat/summary.json || $(BIN)/python train.py --config=configs/chat.py --init_from=runs/small
+	$(BIN)/python -m reinforcement.tasks --out=build/sums.jsonl
+	$(BIN)/python -m data.prepare --source=build/sums.jsonl --conversations --out=build/sums --tokenizer=runs/chat/tokenizer
+	test -f runs/sums/summary.json || \
+		$(BIN)/python train.py --config=configs/chat.py --init_from=runs/chat --data.source=build/sums --name=sums
+	$(BIN)/python reinforce.py --config=configs/reinforce.py --init_from=runs/sums $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not (medium or slow)" $(ARGS)

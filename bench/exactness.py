@@ -4,8 +4,9 @@ Every config in configs/ runs with its own features, optimizer, schedule and sta
 of configs/small.py. One micro-batch on one device is compared with 2, 4 and 8 micro-batches, and with two processes of
 four devices. It is also compared with every arrangement of eight CPU devices that the four heads allow. Rows of text
 have half to all of their tokens valid. chat.py runs on conversations, as if it fine-tuned small.py's run, and the valid
-tokens of its rows differ a hundredfold. A table shows the largest relative differences of the loss and of the
-gradient's norm over the first eight steps. The exit code is 1 if one passes its bound.
+tokens of its rows differ a hundredfold. reinforce.py has the same rows, with advantages as weights. A table shows the
+largest relative differences of the loss and of the gradient's norm over the first eight steps. The exit code is 1 if
+one passes its bound.
 """
 
 import json
@@ -83,10 +84,10 @@ def sized(name: str) -> Config:
     values: dict[str, object] = {f"model.{size}": getattr(small.model, size) for size in SIZES}
     values["model.dtype"] = "float32"
     data = small.data
-    if name == "chat":
+    if name in ("chat", "reinforce"):
         config = following(config, small, True, set())
         data = config.data
-    run = replace(small, seed=config.seed, data=data, model=config.model, optimizer=config.optimizer)
+    run = replace(small, name=name, seed=config.seed, data=data, model=config.model, optimizer=config.optimizer)
     return resolved(with_options(run, values))
 
 
@@ -114,6 +115,8 @@ def batch_of(built: Build, step: int) -> Batch:
     if config.data.packing == "whole":
         valid = generator.permutation(np.geomspace(length / 100, length, rows))
     batch["weights"] *= np.arange(length) < valid[:, None]
+    if config.name == "reinforce":
+        batch["weights"] *= generator.choice(np.array([-0.25, 0.75], np.float32), (rows, 1))
     place = lambda array: jax.make_array_from_callback(shape, built.batch_sharding, array.reshape(shape).__getitem__)
     return {name: place(array) for name, array in batch.items()}  # pyright: ignore[reportReturnType]
 

@@ -309,6 +309,26 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class ReinforceConfig:
+    """Reinforcement, by reinforce.py alone: a step's questions, and the answers that the network draws."""
+
+    task: Literal["sums", "gsm8k"] = "sums"
+    """`sums`: additions asked in words. `gsm8k`: GSM8K, from ChatCORE's bundle."""
+    difficulty: Annotated[int, Meta(ge=1, le=6)] = 2
+    """Most digits of a number in `sums`."""
+    samples: Annotated[int, Meta(ge=2)] = 16
+    """Answers to each question, whose mean reward is the baseline."""
+    prompts: InFile[Positive[int]] = 8
+    """Questions of a step."""
+    temperature: InFile[Positive[float]] = 1.0
+    """Of the draws; the gradient is the policy's own at 1."""
+    tokens: InFile[NotNegative[int]] = 0
+    """Most tokens of a question with its answer. 0: the task's own."""
+    held_out: InFile[Positive[int]] = 128
+    """Held-out questions of an evaluation."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Reporting."""
 
@@ -390,6 +410,7 @@ class Config:
     mesh: Free[MeshConfig] = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: Free[EvalConfig] = field(default_factory=EvalConfig)
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     log: Free[LogConfig] = field(default_factory=LogConfig)
     diagnostics: Free[DiagnosticsConfig] = field(default_factory=DiagnosticsConfig)
     hang: Free[HangConfig] = field(default_factory=HangConfig)

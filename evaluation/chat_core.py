@@ -68,7 +68,17 @@ def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
 
 
 def _read_task(folder: str, label: str, items: int | None) -> Task:
-    files, columns, item_of, kind = SETS[label]
+    kind, made = SETS[label][-1], read_items(folder, label)
+    order = np.random.default_rng(42).permutation(len(made))[:items]
+    if len(order) < 2:
+        raise UserError(f"{label} has a standard error, so it needs 2 items at least; {len(order)} are taken")
+    return Task(label, kind, 0, "", BASELINES[kind], [made[place] for place in order])
+
+
+def read_items(folder: str, label: str, part: str = "test") -> list[dict[str, Any]]:
+    """Return a set's items: of its test, or of another part. Raise UserError as `read_chat_tasks`."""
+    files, columns, item_of, _ = SETS[label]
+    files = files.replace("test", part)
     paths = sorted(Path(folder).glob(files))
     if not paths:
         raise UserError(f"--bundle={folder}: no file {files}; docs/evaluation.md says how to download it")
@@ -82,10 +92,7 @@ def _read_task(folder: str, label: str, items: int | None) -> Task:
             made.append(item_of(row))
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/{files}: row {number} is no item of {label} ({error!r})") from error
-    order = np.random.default_rng(42).permutation(len(made))[:items]
-    if len(order) < 2:
-        raise UserError(f"{label} has a standard error, so it needs 2 items at least; {len(order)} are taken")
-    return Task(label, kind, 0, "", BASELINES[kind], [made[place] for place in order])
+    return made
 
 
 def number_of(text: str) -> str | None:

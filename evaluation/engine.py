@@ -45,6 +45,10 @@ class Answer:
     """Tokens of the prompt that were read; the others were in a cache."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far, without its end."""
+    drawn: list[bool] = field(default_factory=list)
+    """Whether the network drew each token. The calculator wrote the others, which may be still to come."""
+    end: list[int] = field(default_factory=list)
+    """The token that ended the answer, once it is drawn."""
     finished: str = ""
     """`stop`: it has ended. `length`: it has its `most` tokens, or the row is full. Empty: it is being written."""
     call: list[int] | None = None
@@ -121,6 +125,11 @@ def write(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[Laye
     return layers, tokens.T
 
 
+def compute_params(params: dict, dtype: jnp.dtype) -> dict:
+    """Return the parameters in the compute type, but for the few numbers that stay float32."""
+    return jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), params)
+
+
 class Engine:
     """Call `begin` for each answer, and then `step` until it is finished."""
 
@@ -139,7 +148,7 @@ class Engine:
         self.tokenizer = network.tokenizer
         _, _, _, end, *self.tools = (self.tokenizer.special_tokens.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
-        self.params = jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), network.params)
+        self.dtype, self.params = dtype, compute_params(network.params, dtype)
         over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
         empty = lambda model: model.empty_cache(self.slots_per_device, self.capacity).layers
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
@@ -156,6 +165,14 @@ class Engine:
         for length in (SHORT, LONG):
             self._call(self._read, {}, self.devices, length)
         self._call(self._write, {}, len(self.slots), 1)
+
+    def restart(self, params: dict) -> None:
+        """Take other float32 parameters, drop every answer and forget what the caches have: as a new engine, without
+        compiling."""
+        self.params = compute_params(params, self.dtype)
+        self.slots.sort(key=lambda slot: (slot.index % self.slots_per_device, slot.index))
+        for slot in self.slots:
+            slot.row, slot.given, slot.cached, slot.answer = [], 0, 0, None
 
     @property
     def free(self) -> int:
@@ -208,10 +225,11 @@ class Engine:
             answer, token = slot.answer, slot.row[slot.given]
             assert answer
             if token in self.ends:
-                answer.finished = "stop"
+                answer.finished, answer.end = "stop", [token]
             else:
                 slot.given += 1
                 answer.tokens.append(token)
+                answer.drawn += [True] * (len(answer.tokens) - len(answer.drawn))
                 new.append((answer, token))
                 self._follow_call(slot, answer, token)
                 if len(answer.tokens) == answer.most or slot.given == self.capacity:
@@ -229,7 +247,9 @@ class Engine:
             result = calculate(self.tokenizer.decode(answer.call))
             answer.call = None
             if result is not None:
-                slot.follow_with([output_start, *self.tokenizer.encode([result])[0], output_end])
+                output = [output_start, *self.tokenizer.encode([result])[0], output_end]
+                slot.follow_with(output)
+                answer.drawn += [False] * len(output)
         elif answer.call is not None:
             answer.call.append(token)
 

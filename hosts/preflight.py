@@ -31,7 +31,7 @@ from model.kernels import lacks_deterministic_attention
 from model.parallel import compute_capability
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")
+ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "reinforcement", "run", "training")
 SUM_SECONDS = 180  # for the sum, with the connection of all devices
 VISIBLE_SECONDS = 90  # for a shared folder to show what another host made: NFS caches a missing file for 60
 

@@ -154,10 +154,14 @@ class MetricsLog:
         self.write(step, {**line, **of_all_hosts(ours), "seconds": self.clock.seconds})
         if self.writer.problem:
             LOGGER.warning(self.writer.problem)
-        shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        shown = f"{self.shown(line)}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
         if self.bar.disable:
             LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
+
+    def shown(self, line: dict) -> str:
+        """Return the figure of a step's line that a person follows."""
+        return f"loss {line['loss']:.4f}"
 
     def _report_long_steps(self, step: int) -> None:
         """Tell a person who waits how long the run takes, if a step takes long."""

@@ -54,8 +54,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
     if the text, the prompts, or the network in `init_from` do not fit the run."""
     built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    steps_here = partial(with_retries, config.run_dir, lambda: finished_steps(config.run_dir))
-    starts_from = config.init_from and not on_first_process(steps_here)
+    starts_from = begins_from_another(config)
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
         if config.init_optimizer:
@@ -78,6 +77,13 @@ def open_training(config: Config) -> tuple[Build, Text]:
         require_same_vocabulary(config, text.tokenizer)
         LOGGER.info(describe_start(config))
     return built, text
+
+
+def begins_from_another(config: Config) -> bool:
+    """Return whether the run has no checkpoint yet, and begins from the network in `init_from`. Every process must call
+    it."""
+    steps_here = partial(with_retries, config.run_dir, lambda: finished_steps(config.run_dir))
+    return config.init_from != "" and not on_first_process(steps_here)
 
 
 def open_folder(

@@ -127,6 +127,21 @@ def test_slots_are_taken_and_freed_and_a_conversation_keeps_its_own():
     assert len(finish(engine, last)[0]) == 1 and last.finished == "length"
 
 
+@pytest.mark.medium
+def test_a_restarted_engine_answers_to_the_bit_as_a_new_one_with_those_parameters():
+    other = jax.tree.map(lambda p: jax.device_put(1.1 * p, p.sharding), network().params)
+    asked = [(prompt, DRAWN._replace(seed=seed), 12) for seed in range(2) for prompt in PROMPTS]
+    used = engine_of_four()
+    used.begin(PROMPTS[1], DRAWN)
+    used.step()
+    used.restart(other)
+    fresh = Engine(replace(network(), params=other), 4)
+    tokens = [[answer.tokens for _, answer in engine.answers(asked)] for engine in (used, fresh)]
+    assert tokens[0] == tokens[1] and used.free == 4
+    assert (used._read._cache_size(), used._write._cache_size()) == (2, 1)
+    used.restart(network().params)
+
+
 def chain(*tokens):
     """Return a network that follows each of these tokens by the next one."""
     ours = network(depth=1, width=128, heads=4, head_dim=32)
@@ -146,6 +161,9 @@ def test_it_stops_and_a_call_of_python_is_followed_by_its_output():
     engine = Engine(chain(prompt[1], *call, 0, output_end, *after, SPECIAL["<|assistant_end|>"]))
     answer = engine.begin(prompt, GREEDY)
     assert finish(engine, answer) == [[*call, output, *encode("42"), output_end, *after]]
-    assert answer.finished == "stop"
+    assert answer.finished == "stop" and answer.end == [SPECIAL["<|assistant_end|>"]]
+    assert answer.drawn == [True] * len(call) + [False] * (2 + len(encode("42"))) + [True] * len(after)
+    cut = engine.begin(prompt, GREEDY, len(call) + 1)
+    assert finish(engine, cut) == [[*call, output]] and cut.drawn[: len(cut.tokens)] == [True] * len(call) + [False]
     engine = Engine(chain(prompt[1], start, *encode("6*"), end, *after, 0))  # an incomplete expression forces no result
     assert finish(engine, engine.begin(prompt, GREEDY, 12)) == [[start, *encode("6*"), end, *after]]

@@ -1,0 +1,115 @@
+"""Measure how the gradient of reinforcement depends on the split: the figures of docs/reinforcement.md.
+
+    python -m bench.reinforcement --config=configs/reinforce.py --init_from=runs/sums
+
+Three rules divide the same sums. `per_answer` is GRPO's (arXiv:2402.03300): the mean over an answer's tokens, then over
+a micro-batch's answers, then over micro-batches. `per_pass` is nanochat's chat_rl: each micro-batch is divided by its
+own drawn tokens, then by the number of micro-batches. `ours` divides once by the step's drawn tokens. All three are
+train_step with other weights. A line has the relative error of the gradient against the same rule with K = 1, and of
+K = 1 against `ours`: the mean over the steps.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from configs.command_line import parse
+from configs.schema import Config, Positive, with_options
+from evaluation.engine import Answer
+from hosts.runtime import run_command, start_jax
+from interchange.init_from import initial_state
+from model.sampling import Sampling
+from reinforcement.rollouts import Rollout, Rollouts, advantages
+from reinforcement.start import open_task
+from training.build import Build, build
+from training.step import make_train_step
+
+SPLITS = (1, 2, 4, 8, 16)
+RULES = ("per_answer", "per_pass", "ours")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The length of the measurement."""
+
+    gradient_steps: Positive[int] = 4
+    """Steps whose gradients are measured, of the same parameters."""
+
+
+def rule_weights(
+    rule: str, drawn: Float[np.ndarray, "answers"], advantage: Float[np.ndarray, "answers"], micro_batches: int
+) -> Float[np.ndarray, "answers"]:
+    """Return each answer's weight with which train_step divides as `rule` does. `drawn`: the tokens of each answer."""
+    divisor = drawn[advantage != 0].sum()  # train_step's own
+    if rule == "per_answer":  # every micro-batch has equally many answers
+        return (advantage * divisor / (drawn * len(drawn))).astype(np.float32)
+    if rule == "per_pass":
+        of_pass = np.repeat(drawn.reshape(micro_batches, -1).sum(axis=1), len(drawn) // micro_batches)
+        return (advantage * divisor / (of_pass * micro_batches)).astype(np.float32)
+    return advantage
+
+
+def gradients_by(built: Build, rollouts: Rollouts, some: list[Rollout]) -> dict[str, Any]:
+    """Return the gradient of these answers by each rule."""
+    config, drawn = built.config, np.array([sum(one.answer.drawn) + len(one.answer.end) for one in some], np.float64)
+    advantage, _ = advantages(some, config.reinforce.samples)
+    of_step = (config.model, built.dtype, built.mesh, built.abstract_state, built.optimizer, built.rates)
+    step = make_train_step(*of_step, 1.0, 0, lambda state, sums, update: {"gradient": update.gradients})
+    rollouts.built, found = built, {}
+    for rule in RULES:
+        batch = rollouts.batch(some, rule_weights(rule, drawn, advantage, built.batch_shape[0]))
+        _, metrics = step(initial_state(built), batch)
+        leaves = jax.tree.leaves(jax.device_get(metrics["diagnostics"]["gradient"]))
+        found[rule] = np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in leaves])
+    return found
+
+
+def uneven(rollouts: Rollouts, step: int) -> list[Rollout]:
+    """Return answers of random tokens, whose lengths differ a hundredfold and whose rewards are drawn."""
+    options, draw = rollouts.config.reinforce, np.random.default_rng(step)
+    problem = rollouts.task.problem(step, False)
+    prompt, count = rollouts.prompt(problem), options.prompts * options.samples
+    made = []
+    for length in draw.permutation(np.geomspace(2, 200, count).round().astype(int)).tolist():
+        tokens = draw.integers(300, rollouts.tokenizer.vocab_size, length).tolist()
+        answer = Answer(Sampling(), length, 0, tokens, [True] * length, [], "length")
+        made.append(Rollout(problem, prompt, answer, "", float(draw.integers(2))))
+    return made
+
+
+def errors(config: Config, length: int, prompts: int, steps: int, is_uneven: bool) -> dict[str, dict[str, float]]:
+    """Return each rule's errors by K, for rows that have one answer each."""
+    rows = prompts * config.reinforce.samples
+    sizes: dict[str, object] = {"reinforce.prompts": prompts, "reinforce.tokens": length}
+    sizes |= {"batch.sequence_length": length, "batch.tokens_per_step": rows * length, "mesh.data": 1}
+    config = with_options(config, sizes | {"model.dtype": "float32", "batch.rows_per_device": rows})
+    built, text, task = open_task(config, "")
+    params = initial_state(built).params
+    rollouts = Rollouts(built, task, text.tokenizer, params)
+    found: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
+    builds = [build(replace(config, batch=replace(config.batch, rows_per_device=rows // k))) for k in SPLITS]
+    for step in range(steps):
+        some = uneven(rollouts, step) if is_uneven else rollouts.of_step(params, step, lambda: False)
+        assert some
+        by_split = [gradients_by(one, rollouts, some) for one in builds]
+        for rule in RULES:
+            gap = lambda one, other: float(np.linalg.norm(one - other) / np.linalg.norm(other))
+            line = {f"K={k}": gap(by[rule], by_split[0][rule]) for k, by in zip(SPLITS, by_split)}
+            found[rule].append(line | {"K=1 against ours": gap(by_split[0][rule], by_split[0]["ours"])})
+    return {rule: {k: float(np.mean([line[k] for line in lines])) for k in lines[0]} for rule, lines in found.items()}
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    start_jax()
+    print(json.dumps({"sums": errors(config, 64, 8, arguments.gradient_steps, False)}), flush=True)
+    print(json.dumps({"hundredfold": errors(config, 256, 2, arguments.gradient_steps, True)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,60 @@
+"""Improves a network that answers, by reinforcement: python reinforce.py --config=configs/reinforce.py --init_from=RUN
+
+RUN is one of configs/chat.py, or another network with the tokens of conversations. Its network, row, tokenizer and
+optimizer are followed, as configs/chat.py does, but for the rates and the moments.
+
+The recipe is nanochat's chat_rl: 0.05 of pretraining's rates, which fall to 0, and no weight decay.
+docs/reinforcement.md has what it reaches.
+"""
+
+from dataclasses import replace
+from math import ceil
+
+from configs import chat
+from configs.schema import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogConfig,
+    ReinforceConfig,
+    ScheduleConfig,
+    UserError,
+    with_options,
+)
+
+ROWS = 8  # a multiple of rows divides over micro-batches and devices
+
+
+def get_config() -> Config:
+    config = chat.get_config()
+    return replace(
+        config,
+        name="reinforce",
+        steps=60,
+        batch=replace(config.batch, rows_per_device=ROWS),
+        # A run of configs/chat.py has 0.8 of pretraining's rates.
+        optimizer=replace(config.optimizer, rate_factor=0.0625, schedule=ScheduleConfig(warmdown=1.0, final=0.0)),
+        checkpoint=CheckpointConfig(every_steps=20),
+        eval=EvalConfig(every_steps=20, prompts=()),
+        log=LogConfig(every_steps=1),
+        reinforce=ReinforceConfig(),
+    )
+
+
+def derive(config: Config, given: set[str]) -> Config:
+    """Return the config for the network in `init_from`. Raise UserError if it is empty or has no network."""
+    if not config.init_from:
+        raise UserError(
+            "--init_from is missing: configs/reinforce.py improves a network that answers; --init_from=runs/chat is "
+            "the one from `make chat`"
+        )
+    options = config.reinforce
+    config = chat.derive(config, given | {"batch.tokens_per_step", "init_optimizer"})
+    length = config.batch.sequence_length
+    tokens = options.tokens or {"sums": 14 + 14 * options.difficulty, "gsm8k": 768}[options.task]
+    tokens = min(tokens, length)
+    values: dict[str, object] = {"reinforce.tokens": tokens, "model.z_loss": 0.0}  # it would push by the advantages
+    if "batch.tokens_per_step" not in given:
+        rows = options.prompts * options.samples / max(length // tokens, 1)
+        values["batch.tokens_per_step"] = ceil(rows / ROWS) * ROWS * length
+    return with_options(config, values)

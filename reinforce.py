@@ -1,0 +1,141 @@
+"""Reinforcement of a network that answers: python reinforce.py --config=configs/reinforce.py --init_from=runs/chat
+
+The same command again continues the run. It is train.py's loop, but for the batch: a step's rows are the answers that
+the network has just drawn, and their weights are advantages.
+"""
+
+import dataclasses
+import gc
+from dataclasses import dataclass
+
+import jax
+
+from configs.command_line import Exit, parse
+from configs.messages import LOGGER, ignore_output_errors
+from configs.schema import Config, FilePath, Positive
+from hosts.distributed import on_first_process
+from hosts.runtime import StartAgain, run_command, start_jax
+from hosts.stop import Stop
+from model.gpt import parameter_shapes
+from reinforcement.rollouts import Rollouts, advantages
+from reinforcement.start import RewardLog, open_task
+from run import ending, start
+from run.clock import Times
+from run.fitting import Fitting, refuse_what_does_not_fit
+from run.folder import RunLock
+from run.notify import notify_of_failure
+from run.profile import Profile
+from run.record import scores
+from train import is_due
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    bundle: FilePath = ""
+    """Folder of ChatCORE's bundle, for `reinforce.task=gsm8k`: gsm8k/main/ with `train` and `test`."""
+    accept_changes: bool = False
+    """Resume a run although options that change its result differ from the first start's."""
+    resume_step: Positive[int] | None = None
+    """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/."""
+
+
+def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+    """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
+    rows."""
+    times = Times()
+    start.check_processes(config, arguments)
+    fitting = Fitting(config, 0)
+    built, questions, task = open_task(fitting.first(), arguments.bundle)
+    status, checkpoints = start.open_folder(built, questions, arguments.accept_changes, arguments.resume_step, lock)
+    if status.finished == checkpoints.newest == built.config.steps:
+        return ending.already_complete(built.config, status.changes)
+    with refuse_what_does_not_fit():
+        built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
+    config = built.config
+    origin = {"run_id": status.run_id, "dataset": questions.fingerprint, "config": dataclasses.asdict(config)}
+    origin |= {"shapes": parameter_shapes(config.model)}
+
+    resume_point = start.resume(built, checkpoints, status.run_id, times) or start.begin(built)
+    rollouts = Rollouts(built, task, questions.tokenizer, resume_point.state.params)
+    start.record_start(built, questions, status.changes, resume_point)
+    state, step = resume_point.state, resume_point.step
+    profile = Profile(config, step)
+    log = RewardLog(built, questions, resume_point, start.batches_after(resume_point, built, questions), times)
+    if status.changes:
+        log.write(step, {"changes": status.changes})
+    gc.freeze()
+
+    in_loop = stop.deferred_signals()
+    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
+        if not on_first_process(lambda: step in scores(config.run_dir, "pass_at_1")):
+            evaluate_if_due(step, state.params, rollouts, log, stop)
+        while step < config.steps and not stop.agreed():
+            profile.before(step + 1, state)
+            log.watchdog.dispatch(step + 1)
+            answers = rollouts.of_step(state.params, step, stop.agreed)
+            if answers is None:
+                break
+            weights, left_out = advantages(answers, config.reinforce.samples)
+            figures = {"reward": sum(one.reward for one in answers) / len(answers), "left_out": left_out}
+            figures["tokens_per_answer"] = sum(len(one.answer.tokens) for one in answers) / len(answers)
+            if is_due(step + 1, config.log.every_steps):
+                figures["entropy"] = rollouts.entropy(state.params, answers)
+            state, metrics = train_step(state, rollouts.batch(answers, weights))
+            step += 1
+            log.step(step, {**metrics, **figures})
+            profile.after(step, state)
+
+            if is_due(step, config.log.every_steps):
+                checkpoints.poll()
+            if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
+                log.read()
+                with log.paused("saving", "saves"):
+                    checkpoints.save(step, state, {**log.facts(step), **origin})
+            evaluate_if_due(step, state.params, rollouts, log, stop)
+        log.read()
+        stopped = stop.agreed()
+        with log.paused("saving", "saves"):
+            checkpoints.save_last(step, state, {**log.facts(step), **origin})
+    if stopped:
+        return ending.stopped(config, step, stop, times)
+    return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
+
+
+def evaluate_if_due(step: int, params: dict, rollouts: Rollouts, log: RewardLog, stop: Stop) -> None:
+    """Measure pass@1 and pass@k on held-out questions after `step`, if that is due. A request to stop ends it, and the
+    next start repeats it. Every process must call it."""
+    config = log.config
+    if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
+        return
+    log.read()
+    with log.clock.paused(), log.paused("an evaluation", "evaluation"):
+        results = rollouts.evaluate(params, stop.agreed)
+    if results is not None:
+        log.write(step, results)
+        once, several = results["pass_at_1_interval"], results["pass_at_k_interval"]
+        LOGGER.info(
+            f"step {step}: pass@1 {results['pass_at_1']:.3f} ({once['low']:.3f} to {once['high']:.3f}), "
+            f"pass@{results['k']} {results['pass_at_k']:.3f} ({several['low']:.3f} to {several['high']:.3f})"
+        )
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    ignore_output_errors("stdout")
+    with Stop() as stop:
+        start_jax()
+        with RunLock(config.run_dir) as lock, notify_of_failure(config):
+            try:
+                return reinforce(config, arguments, lock, stop)
+            except StartAgain as reason:
+                if jax.process_count() > 1:
+                    raise  # the launcher starts all again
+                LOGGER.warning(str(reason))
+            gc.collect()  # the arrays of the failed start
+            return reinforce(config, arguments, lock, stop)
+
+
+if __name__ == "__main__":
+    run_command(main)

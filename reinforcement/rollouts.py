@@ -1,0 +1,153 @@
+"""Rollouts: the answers that a network draws to a step's questions, their rewards, and the step's batch of them.
+
+A step's questions and the seeds of its draws are functions of the run's seed and the step. So its answers are a
+function of the parameters, too: nothing is saved.
+"""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from configs.messages import progress
+from configs.schema import Config, UserError
+from data.conversation import render
+from data.tokenizer import TextTokenizer
+from evaluation.engine import Answer, Engine
+from evaluation.network import Network
+from model.sampling import Sampling
+from reinforcement.tasks import Problem, Task
+from training.build import Build
+from training.mesh import batch_devices
+from training.step import Batch
+
+SHOWN = 3  # answers that an evaluation shows
+
+
+class Rollout(NamedTuple):
+    """An answer that was drawn to a problem."""
+
+    problem: Problem
+    prompt: list[int]
+    answer: Answer
+    text: str
+    reward: float
+
+
+class Rollouts:
+    """A task's questions, and an engine that answers them on the run's mesh. Every process must call its methods."""
+
+    def __init__(self, built: Build, task: Task, tokenizer: TextTokenizer, params: dict):
+        """Compile for the parameters' shapes. `params` are the state's."""
+        config = self.config = built.config
+        self.built, self.task, self.tokenizer = built, task, tokenizer
+        per_row = config.batch.sequence_length // config.reinforce.tokens
+        slots = config.batch.rows * per_row * batch_devices(built.mesh)  # as many as a micro-batch has
+        network = Network(config, tokenizer, params, built.mesh)
+        self.engine = Engine(network, min(slots, answers_of_step(config)), config.reinforce.tokens)
+        most = config.reinforce.held_out
+        self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """Return a problem's tokens. Raise UserError if they leave no room for an answer."""
+        ids = render(self.tokenizer, [{"role": "user", "content": problem.question}], ask=True)
+        if len(ids) >= self.engine.capacity:
+            room = f"{len(ids)} tokens, and reinforce.tokens={self.engine.capacity} are for it and its answer"
+            raise UserError(f"the question {problem.question[:40]!r}... has {room}")
+        return ids
+
+    def drawn(
+        self, params: dict, asked: Sequence[tuple[Problem, Sampling]], should_stop: Callable[[], bool]
+    ) -> list[Rollout] | None:
+        """Return an answer to each question, in their order; None once `should_stop()`, asked after each answer."""
+        self.engine.restart(params)
+        prompts = {problem: self.prompt(problem) for problem, _ in asked}
+        answers: dict[int, Answer] = {}
+        wanted = [(prompts[problem], sampling, self.engine.capacity) for problem, sampling in asked]
+        hidden = None if jax.process_index() == 0 else True  # None: if the output is no terminal
+        bar = {"total": len(wanted), "unit": "answers", "desc": "answering", "leave": False, "disable": hidden}
+        for place, answer in progress(self.engine.answers(wanted), **bar):
+            answers[place] = answer
+            if should_stop():
+                return None
+        rollouts = []
+        for place, (problem, _) in enumerate(asked):
+            text = self.tokenizer.library.decode(answers[place].tokens, skip_special_tokens=False)
+            reward = self.task.reward(problem, text)
+            rollouts.append(Rollout(problem, prompts[problem], answers[place], text, reward))
+        return rollouts
+
+    def of_step(self, params: dict, step: int, should_stop: Callable[[], bool]) -> list[Rollout] | None:
+        """Return the answers to the questions of the step after `step`, `samples` to each after the other."""
+        options, first = self.config.reinforce, step * self.config.reinforce.prompts
+        problems = [self.task.problem(first + i, False) for i in range(options.prompts)]
+        seeds = np.random.default_rng([self.config.seed, step]).integers(2**32, size=answers_of_step(self.config))
+        samplings = [Sampling(options.temperature, 0, seed=int(seed)) for seed in seeds]
+        several = [problem for problem in problems for _ in range(options.samples)]
+        return self.drawn(params, list(zip(several, samplings)), should_stop)
+
+    def batch(self, rollouts: Sequence[Rollout], weights: Float[np.ndarray, "answers"]) -> Batch:
+        """Return the answers as a step's batch [K, B, T]. The tokens that the network drew have their answer's weight,
+        the others 0. Each answer has an equal part of a row, and is a document of its own."""
+        built, part = self.built, self.config.reinforce.tokens
+        rows, length = built.batch_shape[0] * built.batch_shape[1], built.batch_shape[2]
+        per_row, bos = length // part, self.tokenizer.bos
+        arrays: dict[str, Any] = {name: np.full((rows, length), bos, np.int32) for name in ("inputs", "targets")}
+        arrays["weights"] = np.zeros((rows, length), np.float32)
+        for place, (rollout, weight) in enumerate(zip(rollouts, weights)):
+            row, start = place // per_row, place % per_row * part
+            answer, ids = rollout.answer, [*rollout.prompt, *rollout.answer.tokens, *rollout.answer.end]
+            where = slice(start, start + len(ids) - 1)
+            arrays["inputs"][row, where], arrays["targets"][row, where] = ids[:-1], ids[1:]
+            drawn = [*answer.drawn[: len(answer.tokens)], *(True for _ in answer.end)]
+            arrays["weights"][row, start + len(rollout.prompt) - 1 :][: len(drawn)] = weight * np.array(drawn)
+        arrays["segment_ids"] = np.cumsum(arrays["inputs"] == bos, axis=-1, dtype=np.int32)
+        place_rows: Any = lambda array: jax.make_array_from_callback(
+            built.batch_shape, built.batch_sharding, array.reshape(built.batch_shape).__getitem__
+        )
+        return {name: place_rows(array) for name, array in arrays.items()}  # pyright: ignore[reportReturnType]
+
+    def entropy(self, params: dict, rollouts: Sequence[Rollout]) -> float:
+        """Return the mean of -log p of the drawn tokens. With temperature 1 it estimates the policy's entropy."""
+        losses, counts = self.built.eval_step(params, self.batch(rollouts, np.ones(len(rollouts), np.float32)))
+        return float(np.sum(np.asarray(losses), dtype=np.float64) / np.asarray(counts).sum())
+
+    def evaluate(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Return pass@1 (greedy) and pass@k of `samples` draws on the held-out problems, each with its interval of 95%,
+        and some answers; None once `should_stop()`."""
+        samples = self.config.reinforce.samples
+        greedy = self.drawn(params, [(problem, Sampling(0.0)) for problem in self.held_out], should_stop)
+        hot = [Sampling(self.config.reinforce.temperature, 0, seed=seed) for seed in range(samples)]
+        several = [(problem, sampling) for problem in self.held_out for sampling in hot]
+        drawn = greedy and self.drawn(params, several, should_stop)
+        if not greedy or not drawn:
+            return None
+        right = np.array([one.reward for one in drawn]).reshape(-1, samples).max(axis=1) == 1
+        shown = [f"reward {one.reward:g}: {one.problem.question}\n{one.text}" for one in greedy[:SHOWN]]
+        ones = figures_of("pass_at_1", np.array([one.reward for one in greedy]) == 1)
+        return ones | figures_of("pass_at_k", right) | {"k": samples, "samples": shown}
+
+
+def answers_of_step(config: Config) -> int:
+    """Return the number of answers of a step."""
+    return config.reinforce.prompts * config.reinforce.samples
+
+
+def advantages(rollouts: Sequence[Rollout], samples: int) -> tuple[Float[np.ndarray, "answers"], float]:
+    """Return each answer's reward less the mean of its question's answers, and the share of questions that are left
+    out: those whose answers all have one reward."""
+    rewards = np.array([rollout.reward for rollout in rollouts]).reshape(-1, samples)
+    left_out = rewards.max(axis=1) == rewards.min(axis=1)
+    weights = np.where(left_out[:, None], 0, rewards - rewards.mean(axis=1, keepdims=True))
+    return weights.ravel().astype(np.float32), float(left_out.mean())
+
+
+def figures_of(name: str, right: Bool[np.ndarray, "problems"]) -> dict[str, Any]:
+    """Return the share of right answers, and its interval of 95% (E. B. Wilson, JASA 22, 1927)."""
+    count, share, z = len(right), float(right.mean()), 1.96
+    middle, half = share + z * z / (2 * count), z * sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    return {name: share, f"{name}_interval": {"low": low, "high": high}}

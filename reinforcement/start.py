@@ -1,0 +1,75 @@
+"""The start and the log of a run of reinforcement, where they differ from a run on text."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+from configs.messages import LOGGER
+from configs.schema import Config, UserError
+from configs.validation import require_steps
+from data.dataset import Text
+from data.mixture import Mixture, Stage
+from data.tokenizer import load_tokenizer
+from evaluation.chat_core import require_chat_tokens
+from hosts.distributed import check_hosts_agree
+from interchange.init_from import require_same_network
+from reinforcement.rollouts import answers_of_step
+from reinforcement.tasks import TASKS, Task
+from run.log import MetricsLog
+from run.start import begins_from_another
+from training.build import Build, build
+
+
+@dataclass(frozen=True)
+class Questions(Text):
+    """A task's questions in the place of a text: a run of reinforcement reads no rows."""
+
+    def outlook(self, rows: int, length: int) -> str:
+        return f"reinforcement on {self.names[0]}"
+
+    def epochs(self, rows: int) -> dict[str, float]:
+        return {}
+
+
+def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
+    """Return the run's build, what stands for its text, and its task. Raise UserError for a mistake in
+    either."""
+    require_steps(config)
+    options, length = config.reinforce, config.batch.sequence_length
+    rows = -(-answers_of_step(config) // max(length // options.tokens, 1))
+    if options.tokens > length:
+        raise UserError(f"reinforce.tokens={options.tokens} must fit a row of --batch.sequence_length={length}")
+    if config.batch.tokens_per_step < rows * length:
+        raise UserError(
+            f"--batch.tokens_per_step={config.batch.tokens_per_step} cannot work: a step's {answers_of_step(config)} "
+            f"answers need {rows} rows, which is {rows * length}"
+        )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    require_chat_tokens(tokenizer)
+    task = TASKS[options.task](options, config.seed, bundle)
+    built = build(config)
+    if begins_from_another(config):
+        require_same_network(config)
+        LOGGER.info(f"starting from the network in {config.init_from}")
+    facts = [asdict(options), config.seed, task.problem(0, False), task.problem(0, True)]
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    check_hosts_agree("their task", fingerprint)
+    nothing = Mixture([Stage(0, ())], length)
+    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, None), task
+
+
+class RewardLog(MetricsLog):
+    """The log of a run of reinforcement. Its loss is no measure: it compares answers with each other."""
+
+    def shown(self, line: dict) -> str:
+        return f"reward {line['reward']:.3f}"
+
+    def _report_spike(self, step: int, loss: float) -> None:
+        """Report nothing: advantages sum to zero, so a loss has no size."""
+
+    def _count_skipped(self, step: int, values: dict) -> None:
+        """Report a step whose questions were all left out. It is no failure, however many follow each other."""
+        if values["valid_tokens"]:
+            super()._count_skipped(step, values)
+            return
+        self.skipped = values["skipped_steps"]
+        LOGGER.warning(f"step {step} changed nothing: each question's answers have one reward")

@@ -1,0 +1,180 @@
+"""Run reinforce.py on a tiny network: complete, stopped, killed and resumed, on other meshes, and with mistakes."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import reinforce
+from data.tokenizer import load_tokenizer
+from reinforcement.tasks import Sums
+from run.record import read_metrics
+from tests.hosts.processes import finish, start
+from tests.run.test_continuing import CONFIG
+from tests.test_train import (
+    COMMANDS,
+    PREEMPTED,
+    ROOT,
+    assert_as_untouched,
+    killed_after,
+    lines_of,
+    run,
+    summary,
+    write_folder,
+)
+
+COMMANDS["reinforce"] = reinforce.main
+BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
+RECIPE = """
+from dataclasses import replace
+from configs.reinforce import derive, get_config as recipe
+from configs.schema import *
+
+def get_config():
+    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1, tokens=64)
+    return replace(recipe(), steps=6, reinforce=few, checkpoint=CheckpointConfig(every_steps=2, keep=9))
+"""
+WORDS = ("--config=few.py", "--init_from=base", "--eval.every_steps=3", "--model.dtype=float32")
+REWARD = """
+import reinforcement.tasks
+reinforcement.tasks.Sums.reward = lambda self, problem, text: float(len(text) % 2 == 0)
+"""
+
+
+def length_is_even(self, problem, text):
+    """Reward what an untrained network does in about half of its answers."""
+    return float(len(text) % 2 == 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a run, and a run of reinforcement on it."""
+    folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
+    (folder / "few.py").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sums, "reward", length_is_even)
+        patch.chdir(folder)
+        assert run("train", patch, "--config=tiny.py", "--run_dir=base", devices=1) == 0
+        assert run("reinforce", patch, *WORDS, "--run_dir=whole", devices=1) == 0
+    return folder
+
+
+@pytest.fixture
+def again(folder, monkeypatch):
+    """Return a function that runs the command in the folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Sums, "reward", length_is_even)
+    return lambda *words, devices=1: run("reinforce", monkeypatch, *WORDS, *words, devices=devices)
+
+
+@pytest.mark.medium
+def test_a_run_writes_what_it_promises(folder):
+    lines = read_metrics(folder / "whole")
+    logged, evaluated = ([line for line in lines if name in line] for name in ("reward", "pass_at_1"))
+    assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in evaluated] == [0, 3, 6]
+    for line in logged:
+        assert 0 < line["reward"] < 1 and 1 < line["tokens_per_answer"] < 64
+        assert (1 - line["left_out"]) * 4 == round((1 - line["left_out"]) * 4) > 0
+        assert 0 < line["valid_tokens"] <= 16 * (line["tokens_per_answer"] + 1)
+    assert logged[0]["entropy"] == pytest.approx(5.1, abs=0.5)  # of 300 tokens, after six steps
+    for line in evaluated:
+        for name in ("pass_at_1", "pass_at_k"):
+            interval = line[f"{name}_interval"]
+            assert 0 <= interval["low"] <= line[name] <= interval["high"] + 1e-9 and interval["high"] <= 1 + 1e-9
+        assert line["k"] == 4 and len(line["samples"]) == 3 and line["samples"][0].startswith("reward ")
+    board = EventAccumulator(str(folder / "whole/tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert {"reward", "left_out", "entropy", "tokens_per_answer", "pass_at_1"} <= {*board.Tags()["scalars"]}
+    assert "samples/2/text_summary" in board.Tags()["tensors"]
+    assert summary(folder / "whole")["steps"] == 6 and load_tokenizer(folder / "whole/tokenizer")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_killed_run_is_resumed_to_the_bit(folder, again, step):
+    killed = killed_after(step, folder / "whole", folder / f"killed-{step}")
+    assert again(f"--run_dir={killed}") == 0
+    assert_as_untouched(killed, folder / "whole")
+
+
+@pytest.mark.medium
+def test_a_run_that_is_stopped_while_it_answers_is_saved_and_continues_to_the_bit(folder, again, monkeypatch):
+    asked = []
+
+    def stopped_at_the_fourth_step(self, *arguments):
+        asked.append(self.engine._write._cache_size())
+        if len(asked) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return of_step(self, *arguments)
+
+    of_step = reinforce.Rollouts.of_step
+    with monkeypatch.context() as patch:
+        patch.setattr(reinforce.Rollouts, "of_step", stopped_at_the_fourth_step)
+        assert again("--run_dir=stopped") == PREEMPTED
+    assert asked == [1] * 4  # nothing compiles for the parameters after a step
+    assert [line["step"] for line in lines_of(folder / "stopped") if "reward" in line] == [1, 2, 3]
+    assert (folder / "stopped/checkpoints/3").exists()
+    assert again("--run_dir=stopped") == 0
+    assert_as_untouched(folder / "stopped", folder / "whole")
+
+
+def assert_close(run_dir: Path, whole: Path) -> None:
+    """Require the same answers, and norms that differ by rounding."""
+    ours, theirs = ([line for line in lines_of(one) if "reward" in line] for one in (run_dir, whole))
+    for line, expected in zip(ours, theirs, strict=True):
+        for name in ("reward", "left_out", "tokens_per_answer", "valid_tokens"):
+            assert line[name] == expected[name], (line["step"], name)
+        for name in ("grad_norm", "entropy"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-4), (line["step"], name)
+
+
+@pytest.mark.medium
+def test_another_mesh_and_other_micro_batches_change_only_rounding(folder, again):
+    assert again("--run_dir=mesh", "--mesh.tensor=2", "--mesh.fsdp=2", "--batch.rows_per_device=1", devices=8) == 0
+    assert_close(folder / "mesh", folder / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_change_only_rounding(folder):
+    (folder / "few_alike.py").write_text(RECIPE + REWARD)
+    words = [ROOT / "reinforce.py", *WORDS, "--config=few_alike.py", "--run_dir=two"]
+    finish(start(words, words, folders=[folder], devices=[2]), 0)
+    assert_close(folder / "two", folder / "whole")
+
+
+@pytest.mark.medium
+def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failure(folder, again, monkeypatch, capfd):
+    monkeypatch.setattr(Sums, "reward", lambda *_: 1.0)
+    assert again("--run_dir=solved", "--steps=12") == 0
+    lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
+    assert [line["left_out"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
+    assert "step 12 changed nothing: each question's answers have one reward" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--init_from="], "--init_from is missing: configs/reinforce.py improves a network that answers"),
+        (["--init_from=nothing"], "nothing holds no run"),
+        (["--init_from=plain"], "lacks tokens of conversations"),
+        (["--steps=0"], "--steps=0 counts epochs"),
+        (["--reinforce.samples=1"], "reinforce.samples=1 cannot work"),
+        (["--reinforce.difficulty=7"], "reinforce.difficulty=7 cannot work"),
+        (["--reinforce.task=gsm8k"], "--reinforce.task=gsm8k needs --bundle=DIR"),
+        (["--reinforce.task=gsm8k", "--bundle=nothing"], "no file gsm8k/main/train"),
+        (["--batch.tokens_per_step=128"], "16 answers need 8 rows, which is 1024"),
+        (["--model.depth=2"], "another network than the options ask for"),
+    ],
+)
+@pytest.mark.medium
+def test_a_mistake_ends_with_code_2_before_any_compute(folder, again, monkeypatch, capfd, words, message):
+    if not (folder / "plain").exists():
+        shutil.copytree(folder / "base", folder / "plain")
+        bare = (folder / "plain/tokenizer/tokenizer.json").read_text().replace("<|assistant_end|>", "<|old|>")
+        (folder / "plain/tokenizer/tokenizer.json").write_text(bare)
+    monkeypatch.setattr("run.fitting.Fitting.compile", None)
+    assert again("--run_dir=wrong", *words) == 2
+    assert message in capfd.readouterr().err and not np.any([*Path("wrong").glob("checkpoints/*")])

@@ -1,0 +1,107 @@
+"""Test a step's advantages, its batch, and that the split of the batch does not change the step."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from configs.schema import MeshConfig, ReinforceConfig, with_options
+from data.tokenizer import CHAT_TOKENS
+from evaluation.engine import Answer
+from model.sampling import Sampling
+from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of
+from reinforcement.tasks import Problem, Sums
+from tests.evaluation.test_engine import SPECIAL, TOKENIZER
+from tests.helpers import ALL_FEATURES, built_on, distance, initial_state, perturbed, tiny_config
+from training.mesh import resized
+from training.state import stored_as
+
+ANSWERS = 16
+TINY = with_options(
+    tiny_config(rows=8, rows_per_device=8, length=128, **ALL_FEATURES | {"kv_heads": 4}),
+    {"data.mask_documents": True, "reinforce": ReinforceConfig(samples=4, prompts=4, tokens=64, held_out=3)},
+)
+SPLITS = [(1, 1, 1, rows) for rows in (1, 2, 4)] + [(8, 1, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1)]
+
+
+def rollout(reward: float, length: int = 3, seed: int = 0) -> Rollout:
+    """Return an answer of `length` drawn tokens."""
+    draw = np.random.default_rng([seed, length])
+    prompt = [TOKENIZER.bos, *draw.integers(10, 272, 4).tolist()]
+    answer = Answer(Sampling(), 64, 0, draw.integers(10, 272, length).tolist(), [True] * length, [9], "stop")
+    return Rollout(Problem("", ""), prompt, answer, "", reward)
+
+
+def rollouts_on(split: tuple[int, int, int, int]) -> Rollouts:
+    """Return the rollouts of a run on a mesh (data, fsdp, tensor) with these rows per device, without an engine."""
+    *mesh, rows = split
+    config = replace(TINY, mesh=MeshConfig(*mesh), batch=replace(TINY.batch, rows_per_device=rows))
+    made = object.__new__(Rollouts)
+    made.built, made.config, made.tokenizer = built_on(config, int(np.prod(mesh))), config, TOKENIZER
+    return made
+
+
+def test_an_advantage_is_a_reward_less_its_question_s_mean_and_equal_rewards_are_left_out():
+    rewards = [1, 0, 0, 0, 1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 2, 1, 1, 0]
+    weights, left_out = advantages([rollout(reward) for reward in rewards], 4)
+    assert weights.tolist() == [0.75, -0.25, -0.25, -0.25, *[0] * 8, 1, 0, 0, -1] and left_out == 0.5
+    weights, left_out = advantages([rollout(reward) for reward in (0.1, 0.1, 0.1)], 3)  # whose mean is rounded
+    assert not weights.any() and left_out == 1
+
+
+def test_only_tokens_that_the_network_drew_have_the_advantage():
+    call, end = [SPECIAL[name] for name in CHAT_TOKENS[4:]], SPECIAL["<|assistant_end|>"]
+    tokens = [call[0], 20, call[1], call[2], 30, call[3], 40]
+    drawn = [True, True, True, False, False, False, True]
+    called = Answer(Sampling(), 64, 0, tokens, drawn, [end], "stop")
+    cut = Answer(Sampling(), 64, 0, tokens[:4], drawn[:6], [], "length")
+    some = [Rollout(Problem("", ""), [TOKENIZER.bos, 50, 51], answer, "", 1) for answer in (called, cut)]
+    placed = rollouts_on((1, 1, 1, 8)).batch(some, np.array([0.5, -0.25], np.float32))
+    batch = {name: np.asarray(array).reshape(8, 128) for name, array in placed.items()}
+    assert batch["inputs"][0, :10].tolist() == [TOKENIZER.bos, 50, 51, *tokens]
+    assert batch["targets"][0, :10].tolist() == [50, 51, *tokens, end]
+    assert batch["weights"][0, :10].tolist() == [0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0.5, 0.5]
+    assert batch["targets"][0, 64:70].tolist() == [50, 51, *tokens[:4]]
+    assert batch["weights"][0, 64:70].tolist() == [0, 0, -0.25, -0.25, -0.25, 0]
+    assert np.count_nonzero(batch["weights"]) == 8  # the step's divisor
+    same = batch["segment_ids"][0, :, None] == batch["segment_ids"][0]
+    assert same[:10, :10].all() and same[64:70, 64:70].all() and not same[:10, 10:].any()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_equal_answers_give_equal_parameters_however_the_step_is_divided(split):
+    """Take two steps on answers of 1 to 50 tokens. The whole step in one micro-batch is the measure."""
+    lengths = np.geomspace(1, 50, ANSWERS).round().astype(int)
+    after = []
+    for ours in map(rollouts_on, ((1, 1, 1, 8), split)):
+        state = initial_state(TINY.model, TINY.optimizer)
+        state = stored_as(state._replace(params=perturbed(state.params)), ours.built.abstract_state)
+        for step in range(2):
+            some = [rollout((i + step) % 3 == 0, size, step) for i, size in enumerate(lengths)]
+            weights, _ = advantages(some, 4)
+            state, metrics = ours.built.train_step(state, ours.batch(some, weights))
+        like = initial_state(TINY.model, TINY.optimizer).params
+        params = jax.tree.map(lambda leaf, shape: resized(np.asarray(leaf), shape.shape), state.params, like)
+        after.append((params, float(metrics["grad_norm"]), int(metrics["valid_tokens"])))
+    (whole, norm, tokens), (divided, other_norm, other_tokens) = after
+    assert tokens == other_tokens == sum(lengths + 1) and norm == pytest.approx(other_norm, rel=1e-4)
+    assert distance(divided, whole) < 1e-5
+
+
+@pytest.mark.parametrize("right, of, low, high", [(0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1)])
+def test_the_interval_is_wilson_s(right, of, low, high):
+    interval = figures_of("pass", np.arange(of) < right)["pass_interval"]
+    assert (interval["low"], interval["high"]) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_answers_are_a_function_of_seed_and_step(monkeypatch):
+    ours, asked = rollouts_on((1, 1, 1, 8)), []
+    ours.task = Sums(TINY.reinforce, 0, "")
+    monkeypatch.setattr(Rollouts, "drawn", lambda self, params, questions, stop: asked.append(questions))
+    for step in (0, 1, 0):
+        ours.of_step({}, step, lambda: False)
+    assert asked[0] == asked[2] and len(asked[0]) == ANSWERS
+    assert len({problem for problem, _ in asked[0] + asked[1]}) == 8
+    assert len({sampling.seed for _, sampling in asked[0] + asked[1]}) == 2 * ANSWERS
