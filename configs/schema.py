@@ -68,7 +68,7 @@ class ModelConfig:
     softcap: InFile[Positive[float]] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
     87.3 - log(vocab_size): the loss divides by the sum of exp(logit), and float32 ends at exp(88.7) and exp(-87.3)."""
-    z_loss: OfTraining[NotNegative[float]] = 0.0
+    z_loss: InFile[OfTraining[NotNegative[float]]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` and the validation loss exclude it; `z_loss` is the added term."""
     dropout: OfTraining[Annotated[float, Meta(ge=0, lt=1)]] = 0.0
@@ -79,7 +79,7 @@ class ModelConfig:
     memory, more time, the same result. Must divide `batch.sequence_length`."""
     rotary_base: InFile[Positive[float]] = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
-    qk_scale: Positive[float] = 1.0
+    qk_scale: InFile[Positive[float]] = 1.0
     """Factor of queries and keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
     window_pattern: str = "L"
     """Attention window of each block; the pattern repeats. L sees all earlier tokens of the row, S sees `short_window`
@@ -363,7 +363,7 @@ class HangConfig:
     """Least limit in seconds for a step and the wait for its batch; the limit is ten times the median step if that is
     more. The first step of a process has six times as long. 0: no limit. Choose more than any step, and any stall of a
     disk or network that passes."""
-    io_seconds: NotNegative[float] = 7200.0
+    io_seconds: InFile[NotNegative[float]] = 7200.0
     """Limit in seconds for a restore, a save or an evaluation; 0: none. Choose more than the longest of them."""
 
 

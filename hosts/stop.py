@@ -201,7 +201,7 @@ def limited(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | No
     """End this process with code 42 if a restore, a save or an evaluation inside takes longer than
     `hang.io_seconds`."""
     seconds = config.io_seconds or math.inf
-    with limited_to(seconds, f"{what} takes longer than {seconds} s (--hang.io_seconds)", on_timeout):
+    with limited_to(seconds, f"{what} takes longer than {seconds} s (hang.io_seconds in the config)", on_timeout):
         yield
 
 

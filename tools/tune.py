@@ -83,7 +83,7 @@ class Runs:
         up (code 1) has an infinite loss; otherwise exit."""
         config = with_options(self.config, SHORT | values)
         every = {name: list(value) if isinstance(value, tuple) else value for name, value in options(config).items()}
-        given = {name for name, role in roles().items() if Role.FILE not in role} - {"epochs"}
+        given = {name for name, role in roles().items() if Role.FILE not in role} - {"epochs", "ratio"}
         words = [
             f"--{name}={json.dumps(v) if isinstance(v, list) else v}" for name, v in every.items() if name in given
         ]

@@ -188,7 +188,7 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
         log.watchdog.dispatch(21)
         with log.paused("saving", "saves"):
             assert ended.wait(30)
-    reason = "saving takes longer than 0.01 s (--hang.io_seconds)"
+    reason = "saving takes longer than 0.01 s (hang.io_seconds in the config)"
     tell.assert_called_once_with(log.config, "failure", f"a hang: {reason}", 21)
     end.assert_called_once_with(reason)
     assert log.times.seconds["saves"] > 0 and log.times.activity == "start"
