@@ -16,12 +16,11 @@ from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
 from run import ending, start
-from run.clock import Times
+from run.clock import Profile, Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
 from run.log import MetricsLog
 from run.notify import notify_of_failure
-from run.profile import Profile
 from run.record import scores
 
 

@@ -20,8 +20,7 @@ from configs.validation import require_steps, validate
 from hosts.machines import peak_flops
 from hosts.runtime import run_command
 from model.gpt import flops_per_token, parameter_counts
-from training.build import Build, build
-from training.memory import program_bytes
+from training.build import Build, build, program_bytes
 from training.step import Batch
 
 WARMUP_STEPS = 3

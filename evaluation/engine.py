@@ -21,13 +21,13 @@ from configs.schema import BATCH_AXES, UserError
 from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
 from evaluation.network import Network
-from evaluation.scorer import on_mesh
 from model.cache import LayerCache
 from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
 from training.mesh import batch_devices, xla_options
+from training.step import on_mesh
 
 SHORT, LONG = 32, 256  # tokens of a prompt read at a time
 AHEAD = 4  # tokens drawn in one call

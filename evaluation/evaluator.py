@@ -15,11 +15,10 @@ from configs.schema import ModelConfig, UserError
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
-from evaluation.scorer import on_mesh
 from model import sampling
 from training.build import Build
 from training.mesh import xla_options
-from training.step import Batch, EvalStep
+from training.step import Batch, EvalStep, on_mesh
 
 
 class Interrupted(Exception):

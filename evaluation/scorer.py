@@ -8,12 +8,11 @@ to a few sizes, so few programs are compiled. Only scored tokens get logits.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,9 +21,8 @@ from configs.schema import BATCH_AXES, BatchConfig, ModelConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
-from training.mesh import batch_devices, parameter_layouts, spec_of, xla_options
-from training.shares import all_gather_data, on_each_device
-from training.state import split_model
+from training.mesh import batch_devices, xla_options
+from training.step import on_mesh
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
@@ -69,28 +67,6 @@ def size_down(length: int) -> int:
 def chunk_of(rows: int) -> int:
     """Return the number of scored tokens whose logits a device computes at a time, for this number of rows."""
     return min(256, 16 * rows)
-
-
-def on_mesh(
-    function: Callable,
-    config: ModelConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh,
-    in_specs: Sequence[PartitionSpec],
-    out_specs: Any,
-) -> Callable[..., Any]:
-    """Return `function(model, *arrays)`, written for one device, as a function on the mesh. It takes the sharded
-    float32 parameters, and complete arrays or trees of them, which the specs divide over the mesh.
-
-    Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
-    """
-    graphdef, _ = split_model(config, dtype)
-    layouts = parameter_layouts(config, mesh)
-
-    def for_one_device(params: dict, *arrays: Any) -> Any:
-        return function(nnx.merge(graphdef, all_gather_data(params, layouts, dtype)), *arrays)
-
-    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, layouts), *in_specs), out_specs)
 
 
 def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Callable[..., Scores]:

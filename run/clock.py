@@ -1,4 +1,4 @@
-"""Measure a run's time: seconds of training, of waiting for data, and of each activity."""
+"""Measure a run's time: seconds of training, of waiting for data, and of each activity; and trace steps."""
 
 import time
 from collections.abc import Iterator
@@ -7,6 +7,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
+
+from configs.messages import LOGGER
+from configs.schema import Config
+from configs.validation import profiled_steps
+from run.record import local_path
+from training.state import TrainState
 
 ACTIVITIES: tuple[str, ...] = ("start", "compile", "restore", "steps", "evaluation", "saves")
 
@@ -110,3 +116,37 @@ class Clock:
     def close(self) -> None:
         """End the thread, without a wait for the devices."""
         self.watching.shutdown(wait=False, cancel_futures=True)
+
+
+class Profile:
+    """Traces the steps of `profile.steps` on the first process, for TensorBoard, XProf or Perfetto. An unfinished trace
+    is written at the end of `with`."""
+
+    def __init__(self, config: Config, step: int):
+        """Take the step after which the run continues."""
+        self.first, self.last = profiled_steps(config) or (0, 0)
+        self.folder = local_path(config.run_dir) / "profile"
+        self.tracing = False
+        if 0 < self.first <= step:
+            LOGGER.info(f"--profile.steps={config.profile.steps}: step {step} is done already; nothing is traced")
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Start the trace at its first step, once the devices have completed the steps before."""
+        if step == self.first and jax.process_index() == 0:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self.folder)
+            self.tracing = True
+
+    def after(self, step: int, state: TrainState) -> None:
+        """Wait for the trace's last step, and write the trace."""
+        if step == self.last and self.tracing:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.tracing:
+            self.tracing = False
+            jax.profiler.stop_trace()

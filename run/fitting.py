@@ -36,8 +36,7 @@ from hosts.runtime import StartAgain
 from run.clock import Times
 from run.programs import TrainSteps, compile_train_steps, describe
 from run.record import Events, upload
-from training.build import Build, build
-from training.memory import SMALLER, line, program_bytes, row_counts, stored_bytes
+from training.build import SMALLER, Build, build, line, program_bytes, row_counts, stored_bytes
 from training.mesh import device_groups
 
 COMPILATIONS = 3

@@ -24,11 +24,11 @@ from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
 from model.gpt import flops_per_token
 from run.clock import Clock, Times
-from run.diagnosis import Diagnosis
 from run.metrics import MetricsWriter
 from run.notify import Wandb, tell
 from run.record import read_metrics
 from training.build import Build
+from training.diagnostics import Diagnosis
 from training.state import TrainState
 from training.step import Metrics
 

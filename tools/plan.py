@@ -91,8 +91,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     """Return the plan of one mesh: the most rows of at least two micro-batches that fit `limit` bytes, or the least if
     none does."""
     from tools.programs.compiled import collectives, compile_step
-    from training.build import build
-    from training.memory import line, program_bytes, row_counts, stored_bytes
+    from training.build import build, line, program_bytes, row_counts, stored_bytes
     from training.mesh import sizes_of
 
     length, depth = config.batch.sequence_length, config.model.depth
@@ -217,7 +216,7 @@ def plan(config: Config, arguments: Arguments) -> int:
     topology = parse_topology(arguments.topology)
     config = with_steps(config)
     devices = devices_of(arguments.topology)
-    from training.memory import SMALLER
+    from training.build import SMALLER
     from training.state import compute_dtype
 
     limit = memory_limit(machines()[topology.kind])

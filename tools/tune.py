@@ -31,8 +31,8 @@ from configs.validation import require_steps
 from hosts.machines import GIB
 from hosts.preflight import ROOT, code_digest
 from hosts.runtime import versions
-from run.diagnosis import NoiseScale, noise_scale
 from run.record import read_metrics, scores
+from training.diagnostics import NoiseScale, noise_scale
 
 REMATS = ("none", "products", "block")
 SIZES = 3  # numbers of rows that are tried with each `remat`

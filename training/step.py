@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from configs.schema import BATCH_AXES, DATA_AXES, ModelConfig
+from model.gpt import GPT
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
 from training.mesh import ROWS, parameter_layouts, spec_of, xla_options
@@ -214,16 +215,35 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
-    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T],
-    without z-loss."""
+def on_mesh(
+    function: Callable,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Return `function(model, *arrays)`, written for one device, as a function on the mesh. It takes the sharded
+    float32 parameters, and complete arrays or trees of them, which the specs divide over the mesh.
+
+    Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
+    """
     graphdef, _ = split_model(config, dtype)
     layouts = parameter_layouts(config, mesh)
 
-    def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
-        model = nnx.merge(graphdef, all_gather_data(params, layouts, dtype))
+    def for_one_device(params: dict, *arrays: Any) -> Any:
+        return function(nnx.merge(graphdef, all_gather_data(params, layouts, dtype)), *arrays)
+
+    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, layouts), *in_specs), out_specs)
+
+
+def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
+    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T],
+    without z-loss."""
+
+    def sums(model: GPT, batch: Batch) -> tuple[Array, Array]:
         _, (_, losses) = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
-    evaluated = on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, layouts), ROWS), PartitionSpec())
+    evaluated = on_mesh(sums, config, dtype, mesh, [ROWS], PartitionSpec())
     return jax.jit(evaluated, compiler_options=xla_options(mesh))

@@ -16,8 +16,7 @@ from tests.test_train import write_folder
 from tools import plan
 from tools.programs.compiled import compile_step
 from tools.programs.topologies import devices_of
-from training.build import build
-from training.memory import program_bytes, stored_bytes
+from training.build import build, program_bytes, stored_bytes
 
 V5E = "--topology=v5e:4x4"
 

@@ -12,12 +12,12 @@ import pytest
 
 from configs.command_line import exit_code_of
 from configs.schema import UserError
-from run.diagnosis import BLOCKS, Diagnosis
 from tests.chromium import PROGRAM, Chromium
 from tests.helpers import tiny_config
 from tests.run_folders import write_run
 from tools import report
 from training.build import build
+from training.diagnostics import BLOCKS, Diagnosis
 
 ROOT = Path(__file__).parents[2]
 PLOTS = [plot.id for plot in report.PLOTS]
@@ -94,7 +94,7 @@ def test_labels_of_a_logarithmic_axis_do_not_collide(values, tick):
 
 
 def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
-    """Use the names from the step and run/diagnosis.py."""
+    """Use the names from the step and training/diagnostics.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
     measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis()

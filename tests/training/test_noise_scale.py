@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from run.diagnosis import BLOCKS, WINDOW, Diagnosis, T, noise_scale
+from training.diagnostics import BLOCKS, WINDOW, Diagnosis, T, noise_scale
 
 
-def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[list[float], list[float]]:
     """Return estimates of |G|^2 and tr Sigma that scatter around the truth."""
     generator = np.random.default_rng(seed)
-    scattered = lambda value, by: value + by * generator.standard_normal(steps)
+    scattered = lambda value, by: (value + by * generator.standard_normal(steps)).tolist()
     return scattered(signal, spread * signal), scattered(noise, 0.1 * noise)
 
 
