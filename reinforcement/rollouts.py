@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from configs.messages import progress
 from configs.schema import Config, UserError
 from data.conversation import render
 from data.tokenizer import TextTokenizer
@@ -67,9 +66,7 @@ class Rollouts:
         prompts = {problem: self.prompt(problem) for problem, _ in asked}
         answers: dict[int, Answer] = {}
         wanted = [(prompts[problem], sampling, self.engine.capacity) for problem, sampling in asked]
-        hidden = None if jax.process_index() == 0 else True  # None: if the output is no terminal
-        bar = {"total": len(wanted), "unit": "answers", "desc": "answering", "leave": False, "disable": hidden}
-        for place, answer in progress(self.engine.answers(wanted), **bar):
+        for place, answer in self.engine.answers(wanted):
             answers[place] = answer
             if should_stop():
                 return None
