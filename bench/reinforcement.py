@@ -30,7 +30,7 @@ from training.step import make_train_step
 
 SPLITS = (1, 2, 4, 8, 16)
 RULES = ("per_answer", "per_pass", "ours")
-STEPS = 4  # whose gradients are measured, of the same parameters
+STEPS = 2  # whose gradients are measured, of the same parameters
 
 
 def rule_weights(
@@ -99,8 +99,8 @@ def errors(config: Config, length: int, prompts: int, is_uneven: bool) -> dict[s
 def main() -> int:
     config, _ = parse(__doc__)
     start_jax()
-    print(json.dumps({"sums": errors(config, 64, 8, False)}), flush=True)
-    print(json.dumps({"hundredfold": errors(config, 256, 2, True)}), flush=True)
+    print(json.dumps({"sums": errors(config, 48, 2, False)}), flush=True)
+    print(json.dumps({"hundredfold": errors(config, 256, 1, True)}), flush=True)
     return 0
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from configs.schema import Config, UserError
+from configs.schema import Config, UserError, with_options
 from data.conversation import render
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
@@ -45,8 +45,8 @@ class Rollouts:
         self.built, self.task, self.tokenizer = built, task, tokenizer
         per_row = config.batch.sequence_length // config.reinforce.tokens
         slots = config.batch.rows * per_row * batch_devices(built.mesh)  # as many as a micro-batch has
-        network = Network(config, tokenizer, params, built.mesh)
-        self.engine = Engine(network, min(slots, answers_of_step(config)), config.reinforce.tokens)
+        short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
+        self.engine = Engine(Network(short, tokenizer, params, built.mesh), min(slots, answers_of_step(config)))
         most = config.reinforce.held_out
         self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
 

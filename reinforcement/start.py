@@ -54,7 +54,7 @@ def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     check_hosts_agree("their task", fingerprint)
     nothing = Mixture([Stage(0, ())], length)
-    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, None), task
+    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, 0), task
 
 
 class RewardLog(MetricsLog):
