@@ -40,7 +40,8 @@ chat: setup
 reinforce: setup
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
 	test -f runs/chat/summary.json || $(BIN)/python train.py --config=configs/chat.py --init_from=runs/small
-	$(BIN)/python -m reinforcement.tasks --out=build/sums.jsonl
+	mkdir -p build
+	$(BIN)/python -m reinforcement.tasks > build/sums.jsonl
 	$(BIN)/python -m data.prepare --source=build/sums.jsonl --conversations --out=build/sums --tokenizer=runs/chat/tokenizer
 	test -f runs/sums/summary.json || \
 		$(BIN)/python train.py --config=configs/chat.py --init_from=runs/chat --data.source=build/sums --name=sums

@@ -8,13 +8,12 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 
-import jax
-
-from configs.command_line import Exit, parse
-from configs.messages import LOGGER, ignore_output_errors
-from configs.schema import Config, FilePath, Positive
+import train
+from configs.command_line import Exit
+from configs.messages import LOGGER
+from configs.schema import Config, FilePath
 from hosts.distributed import on_first_process
-from hosts.runtime import StartAgain, run_command, start_jax
+from hosts.runtime import run_command
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
 from reinforcement.rollouts import Rollouts, advantages
@@ -23,22 +22,17 @@ from run import ending, start
 from run.clock import Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
-from run.notify import notify_of_failure
 from run.profile import Profile
 from run.record import scores
 from train import is_due
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(train.Arguments):
     """Options of this command, not of the run."""
 
     bundle: FilePath = ""
     """Folder of ChatCORE's bundle, for `reinforce.task=gsm8k`: gsm8k/main/ with `train` and `test`."""
-    accept_changes: bool = False
-    """Resume a run although options that change its result differ from the first start's."""
-    resume_step: Positive[int] | None = None
-    """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/."""
 
 
 def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
@@ -46,7 +40,7 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
     rows."""
     times = Times()
     start.check_processes(config, arguments)
-    fitting = Fitting(config, 0)
+    fitting = Fitting(config, arguments.memory)
     built, questions, task = open_task(fitting.first(), arguments.bundle)
     status, checkpoints = start.open_folder(built, questions, arguments.accept_changes, arguments.resume_step, lock)
     if status.finished == checkpoints.newest == built.config.steps:
@@ -121,21 +115,5 @@ def evaluate_if_due(step: int, params: dict, rollouts: Rollouts, log: RewardLog,
         )
 
 
-def main() -> int:
-    config, arguments = parse(__doc__, Arguments)
-    ignore_output_errors("stdout")
-    with Stop() as stop:
-        start_jax()
-        with RunLock(config.run_dir) as lock, notify_of_failure(config):
-            try:
-                return reinforce(config, arguments, lock, stop)
-            except StartAgain as reason:
-                if jax.process_count() > 1:
-                    raise  # the launcher starts all again
-                LOGGER.warning(str(reason))
-            gc.collect()  # the arrays of the failed start
-            return reinforce(config, arguments, lock, stop)
-
-
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: train.main(__doc__, Arguments, reinforce))

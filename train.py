@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -117,20 +118,21 @@ def evaluate_if_due(step: int, params: dict, evaluator: Evaluator, log: MetricsL
         log.evaluation(step, results)
 
 
-def main() -> int:
-    config, arguments = parse(__doc__, Arguments)
+def main(what: str | None = __doc__, options: type[Arguments] = Arguments, run: Callable[..., Exit] = train) -> int:
+    """Parse the options of a command, and run it. Return its exit code."""
+    config, arguments = parse(what, options)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
     with Stop() as stop:
         start_jax()
         with RunLock(config.run_dir) as lock, notify_of_failure(config):
             try:
-                return train(config, arguments, lock, stop)
+                return run(config, arguments, lock, stop)
             except StartAgain as reason:
                 if jax.process_count() > 1:
                     raise  # the launcher starts all again
                 LOGGER.warning(str(reason))
             gc.collect()  # the arrays of the failed start
-            return train(config, arguments, lock, stop)
+            return run(config, arguments, lock, stop)
 
 
 if __name__ == "__main__":

@@ -7,38 +7,20 @@ The recipe is nanochat's chat_rl: 0.05 of pretraining's rates, which fall to 0, 
 docs/reinforcement.md has what it reaches.
 """
 
-from dataclasses import replace
 from math import ceil
 
 from configs import chat
-from configs.schema import (
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    LogConfig,
-    ReinforceConfig,
-    ScheduleConfig,
-    UserError,
-    with_options,
-)
+from configs.schema import Config, UserError, with_options
 
 ROWS = 8  # a multiple of rows divides over micro-batches and devices
 
 
 def get_config() -> Config:
-    config = chat.get_config()
-    return replace(
-        config,
-        name="reinforce",
-        steps=60,
-        batch=replace(config.batch, rows_per_device=ROWS),
-        # A run of configs/chat.py has 0.8 of pretraining's rates.
-        optimizer=replace(config.optimizer, rate_factor=0.0625, schedule=ScheduleConfig(warmdown=1.0, final=0.0)),
-        checkpoint=CheckpointConfig(every_steps=20),
-        eval=EvalConfig(every_steps=20, prompts=()),
-        log=LogConfig(every_steps=1),
-        reinforce=ReinforceConfig(),
-    )
+    values: dict[str, object] = {"name": "reinforce", "steps": 60, "batch.rows_per_device": ROWS}
+    values |= {"optimizer.rate_factor": 0.0625}  # of a run of configs/chat.py, which has 0.8 of pretraining's rates
+    values |= {"optimizer.schedule.warmdown": 1.0, "log.every_steps": 1}
+    values |= {"checkpoint.every_steps": 20, "eval.every_steps": 20}
+    return with_options(chat.get_config(), values)
 
 
 def derive(config: Config, given: set[str]) -> Config:

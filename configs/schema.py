@@ -321,7 +321,7 @@ class ReinforceConfig:
     prompts: InFile[Positive[int]] = 8
     """Questions of a step."""
     temperature: InFile[Positive[float]] = 1.0
-    """Of the draws; the gradient is the policy's own at 1."""
+    """Temperature of the draws. At 1 they follow the network's own probabilities, whose gradient the step takes."""
     tokens: InFile[NotNegative[int]] = 0
     """Most tokens of a question with its answer. 0: the task's own."""
     held_out: InFile[Positive[int]] = 128

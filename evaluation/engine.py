@@ -46,7 +46,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far, without its end."""
     drawn: list[bool] = field(default_factory=list)
-    """Whether the network drew each token. The calculator wrote the others, which may be still to come."""
+    """For each token, whether the network drew it. The calculator wrote the others, which may be still to come."""
     end: list[int] = field(default_factory=list)
     """The token that ended the answer, once it is drawn."""
     finished: str = ""

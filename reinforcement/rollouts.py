@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from configs.messages import progress
-from configs.schema import Config, UserError
+from configs.schema import Config, UserError, with_options
 from data.conversation import render
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
@@ -46,8 +45,8 @@ class Rollouts:
         self.built, self.task, self.tokenizer = built, task, tokenizer
         per_row = config.batch.sequence_length // config.reinforce.tokens
         slots = config.batch.rows * per_row * batch_devices(built.mesh)  # as many as a micro-batch has
-        network = Network(config, tokenizer, params, built.mesh)
-        self.engine = Engine(network, min(slots, answers_of_step(config)), config.reinforce.tokens)
+        short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
+        self.engine = Engine(Network(short, tokenizer, params, built.mesh), min(slots, answers_of_step(config)))
         most = config.reinforce.held_out
         self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
 
@@ -67,9 +66,7 @@ class Rollouts:
         prompts = {problem: self.prompt(problem) for problem, _ in asked}
         answers: dict[int, Answer] = {}
         wanted = [(prompts[problem], sampling, self.engine.capacity) for problem, sampling in asked]
-        hidden = None if jax.process_index() == 0 else True  # None: if the output is no terminal
-        bar = {"total": len(wanted), "unit": "answers", "desc": "answering", "leave": False, "disable": hidden}
-        for place, answer in progress(self.engine.answers(wanted), **bar):
+        for place, answer in self.engine.answers(wanted):
             answers[place] = answer
             if should_stop():
                 return None

@@ -31,7 +31,7 @@ class Questions(Text):
 
 
 def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
-    """Return the run's build, what stands for its text, and its task. Raise UserError for a mistake in
+    """Return the run's build, the questions in the place of its text, and its task. Raise UserError for a mistake in
     either."""
     require_steps(config)
     options, length = config.reinforce, config.batch.sequence_length
@@ -54,7 +54,7 @@ def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     check_hosts_agree("their task", fingerprint)
     nothing = Mixture([Stage(0, ())], length)
-    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, None), task
+    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, 0), task
 
 
 class RewardLog(MetricsLog):

@@ -1,21 +1,16 @@
 """Tasks for reinforcement: questions whose answers can be checked. An answer ends with #### and a number, as in GSM8K.
 
-python -m reinforcement.tasks --out=sums.jsonl writes conversations of `sums` to fine-tune on before. One in three calls
-the calculator, so a network learns two ways to answer.
+python -m reinforcement.tasks > sums.jsonl prints conversations of `sums` to fine-tune on before. One in three calls the
+calculator, so a network learns two ways to answer.
 """
 
 import json
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
 
-from configs.command_line import exit_code_of, parse_arguments
-from configs.files import write_whole
-from configs.schema import FilePath, Positive, ReinforceConfig, UserError
+from configs.schema import ReinforceConfig, UserError
 from data.conversation import Message
 from evaluation.chat_core import number_of, read_items
 
@@ -97,30 +92,6 @@ def in_words(number: int) -> str:
     return f"{in_words(number // size)} {name}" + (f" {in_words(number % size)}" if number % size else "")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The conversations of `sums` to write."""
-
-    out: FilePath
-    """The .jsonl."""
-    conversations: Positive[int] = 4000
-    """Their number."""
-    difficulty: Literal[1, 2, 3, 4, 5, 6] = 2
-    """Most digits of a number, as in `reinforce.difficulty`."""
-
-
-def main() -> int:
-    arguments = parse_arguments(__doc__, Arguments)
-    sums = Sums(ReinforceConfig(difficulty=arguments.difficulty), 0, "")
-    lines = [json.dumps(sums.conversation(number)) + "\n" for number in range(arguments.conversations)]
-    out = Path(arguments.out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, *lines)
-    except OSError as error:
-        raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main, "interrupted"))
+    for number in range(4000):
+        print(json.dumps(Sums(ReinforceConfig(), 0, "").conversation(number)))

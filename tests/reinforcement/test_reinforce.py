@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import reinforce
+import train
 from data.tokenizer import load_tokenizer
 from reinforcement.tasks import Sums
 from run.record import read_metrics
@@ -26,7 +27,7 @@ from tests.test_train import (
     write_folder,
 )
 
-COMMANDS["reinforce"] = reinforce.main
+COMMANDS["reinforce"] = lambda: train.main("", reinforce.Arguments, reinforce.reinforce)
 BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
 RECIPE = """
 from dataclasses import replace

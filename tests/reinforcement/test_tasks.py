@@ -1,13 +1,9 @@
 """Test the tasks: their problems, their held-out problems, and their rewards."""
 
-import json
-
 import pytest
 
-from configs.command_line import exit_code_of
 from configs.schema import ReinforceConfig, UserError
 from data.conversation import document_of, render
-from reinforcement import tasks
 from reinforcement.tasks import GSM8K, Problem, Sums, in_words
 from tests.evaluation.chat_sets import make_sets, tokenizer
 
@@ -57,16 +53,14 @@ def test_an_answer_is_right_if_the_number_after_the_mark_is_exactly_the_answer(t
     assert SUMS.reward(Problem("", "1000"), text) == reward
 
 
-def test_conversations_are_right_and_call_the_calculator_in_one_of_three(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tasks.py", f"--out={tmp_path}/some.jsonl", "--conversations=8", "--difficulty=3"])
-    assert exit_code_of(tasks.main, "") == 0
-    for number, line in enumerate((tmp_path / "some.jsonl").read_text().splitlines()):
-        question, answer = messages = json.loads(line)
+def test_conversations_are_right_and_call_the_calculator_in_one_of_three():
+    for number in range(8):
+        question, answer = messages = SUMS.conversation(number)
         document_of(messages)
-        problem = Sums(ReinforceConfig(difficulty=3), 0, "").problem(number, False)
+        problem, tools = SUMS.problem(number, False), number % 3 == 0
         text = tokenizer().library.decode(render(tokenizer(), messages[1:]), skip_special_tokens=False)
         assert question["content"] == problem.question and SUMS.reward(problem, text) == 1
-        assert ("<|python_start|>" in text) == (number % 3 == 0) and len(answer["content"]) == 1 + 2 * (number % 3 == 0)
+        assert ("<|python_start|>" in text) == tools and len(answer["content"]) == 1 + 2 * tools
 
 
 def test_gsm8k_takes_every_problem_once_in_an_epoch_and_needs_a_bundle(tmp_path):
