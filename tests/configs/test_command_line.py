@@ -57,7 +57,7 @@ def test_a_length_in_epochs_replaces_the_steps_and_the_other_way_round(name):
 @pytest.mark.parametrize(("before", "after"), [([f"--config={SMALL}"], []), ([], ["--config", SMALL])])
 def test_overrides_change_single_options(before, after):
     words = ["--steps=7", "--batch.rows_per_device", "16", "--optimizer.schedule.kind=constant"]
-    words += ["--eval.prompts", "one", "two words", "--model.qk_scale=5"]
+    words += ["--eval.prompts", "one", "two words", "--optimizer.clip_norm=5000"]
     config, _ = parse("", argv=[*before, *words, *after])
     base = options(load_config(SMALL)[0])
     changes = {name: value for name, value in options(config).items() if value != base[name]}
@@ -66,7 +66,7 @@ def test_overrides_change_single_options(before, after):
         "batch.rows_per_device": 16,
         "optimizer.schedule.kind": "constant",
         "eval.prompts": ("one", "two words"),
-        "model.qk_scale": 5.0,
+        "optimizer.clip_norm": 5000.0,
         "run_dir": "runs/small",
         "model.short_window": 128,
     }
