@@ -20,13 +20,12 @@ from configs.messages import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text, shortest
 from data.loader import held_out_batches
-from evaluation.chat_core import ChatCore, read_chat_tasks
-from evaluation.core import READS, Core, Task, read_bundle
+from evaluation.benchmark import BENCHMARKS, benchmark_of
+from evaluation.core import Task
 from evaluation.evaluator import evaluate
 from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import measure_text, read_sources, results_of
-from hosts.distributed import check_hosts_agree
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.init_from import is_network, network_config
 from run.record import fetch_locally
@@ -73,9 +72,6 @@ class Arguments:
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
     """Print one line of JSON instead of a table."""
-
-
-BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
 
 
 def main() -> int:
@@ -185,9 +181,7 @@ def evaluate_core(
 ) -> dict[str, Any]:
     """Return `figures`. Write a line per item, the figures, and a picture of them to `folder`. Items of an earlier
     start are not scored again. Every process must call it."""
-    scorer = network.scorer(prompt_tokens or READS * network.config.batch.sequence_length)
-    core = ChatCore(tasks, network, scorer) if benchmark == "chatcore" else Core(tasks, network.tokenizer, scorer)
-    check_hosts_agree("their bundle", json.dumps(core.facts))
+    core = benchmark_of(benchmark, tasks, network, prompt_tokens)
     facts = core.facts | network.facts
     say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)

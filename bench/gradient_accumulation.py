@@ -1,4 +1,4 @@
-"""Measure what goes wrong in gradient accumulation: the figures of docs/gradient-accumulation.md.
+"""Measure what goes wrong in gradient accumulation: figures of docs/fine-tuning.md.
 
     python -m bench.gradient_accumulation   # optax issue 1567: bfloat16 parameters under optax.MultiSteps
 

@@ -8,8 +8,8 @@ and the size of a step follow it, too. After a run the optimizer starts from its
 stay as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall
-to 0 over the last half. As there, the rates are those before `optimizer.batch_factor`, and the lambdas and scalars have
-their own again. Muon does not decay, and its momentum rises from 0.85 to 0.95.
+to 0 over the last half. As there, the rates are those before the factor for a step's size (`optimizer.batch_factor`),
+and the lambdas and scalars have their own again. Muon does not decay, and its momentum rises from 0.85 to 0.95.
 
 After a run of small.py with Muon at 0.02, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30
 nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python
@@ -37,6 +37,7 @@ OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
 RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")
 RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay", "optimizer.batch_factor", "optimizer.scalars.")
 RECIPE += ("optimizer.resid_lambdas.peak_rate", "optimizer.x0_lambdas.peak_rate")
+SCALED = tuple(f"optimizer.{group}.peak_rate" for group in ("embed", "lm_head", "muon", "value_embeds"))
 
 
 def get_config() -> Config:
@@ -84,6 +85,9 @@ def following(config: Config, base: Config, has_rates: bool, given: set[str]) ->
     rates that its network was trained with, so its optimizer's options are followed too."""
     values = taken(base, OF_BASE + OF_A_RUN * has_rates, given)
     values = {name: value for name, value in values.items() if not name.startswith(RECIPE)}
+    for name in SCALED:
+        if isinstance(rate := values.get(name), float):
+            values[name] = rate / base.optimizer.batch_factor
     if has_rates and "optimizer.rate_factor" not in given:
         values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
     return with_options(config, values)

@@ -88,7 +88,9 @@ def derive(config: Config, given: set[str]) -> Config:
     per_parameter = f"{ratio:g} tokens for each of {scaling_parameters(config.model):,} parameters"
     derived({"steps": (trained // batch, f"{trained:,} tokens: {per_parameter} of blocks and head")})
     scale = math.sqrt(batch / REFERENCE_BATCH)
-    print(f"optimizer.batch_factor={scale:.3f}  sqrt(tokens_per_step / 2^19): rates are nanochat's, times this")
+    why = f"nanochat's, x sqrt(tokens_per_step / 2^19) = {scale:.3f}"
+    groups = ("embed", "lm_head", "muon", "value_embeds", "resid_lambdas", "x0_lambdas")
+    derived({f"optimizer.{of}.peak_rate": (getattr(config.optimizer, of).peak_rate * scale, why) for of in groups})
     config = with_options(config, {"optimizer.batch_factor": scale})
     decay = config.optimizer.muon.weight_decay * scale * reference / tokens
     why = f"nanochat's, x {scale:.3f} x d12's horizon over this one (arXiv:2405.13698)"

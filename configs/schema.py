@@ -254,8 +254,9 @@ class OptimizerConfig:
     """Muon's options, with `optimizer.matrices.kind=muon`."""
     rate_factor: Positive[float] = 1.0
     """Factor of every group's rate. Try 0.1 with `init_from` on new text (docs/recipe.md)."""
-    batch_factor: InFile[Positive[float]] = 1.0
-    """Factor of every group's rate but `scalars`', for the size of a step. configs/nanochat.py derives it."""
+    batch_factor: InFile[Free[Positive[float]]] = 1.0
+    """Factor that the peak rates have for the size of a step, as configs/nanochat.py derives them. It changes nothing
+    here; configs/chat.py starts from the rates without it."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
@@ -306,6 +307,12 @@ class EvalConfig:
     """Prompts to continue after each evaluation; an empty one becomes the first words of a held-out document."""
     sample_tokens: InFile[Positive[int]] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
+    tasks: Literal["", "core", "chatcore"] = ""
+    """A benchmark after each evaluation: `core`, or `chatcore` for conversations (docs/evaluation.md). Empty: none."""
+    bundle: FilePath = ""
+    """Folder of the benchmark's items, as for evaluate.py."""
+    items: InFile[Annotated[int, Meta(ge=2)]] = 100
+    """Items of each task, always the same; evaluate.py takes all by default."""
 
 
 @dataclass(frozen=True)

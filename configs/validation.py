@@ -106,6 +106,7 @@ def validate(config: Config) -> None:
     first, last = profiled_steps(config) or (1, 1)
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
     require(last <= config.steps or not config.steps, "profile.steps", f"the run has {config.steps} steps")
+    require(not config.eval.tasks or config.eval.bundle != "", "eval.tasks", "give --eval.bundle=DIR, with its items")
     a_run = "it takes the moments of the run in init_from, which is empty"
     require(config.init_from != "" or not config.init_optimizer, "init_optimizer", a_run)
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"

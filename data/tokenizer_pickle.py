@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NAMES = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
-"""What an encoding's pickle has, and their types."""
+"""The parts of an encoding's pickle, and their types."""
 
 
 class _Encoding:

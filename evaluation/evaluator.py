@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -139,7 +140,7 @@ def continuations(
 
 class Evaluator:
     """Held-out rows and prompts, on the devices. Called with parameters, it returns `val_loss`, `val_bpb` and
-    `samples`."""
+    `samples`, and the figures of `eval.tasks`."""
 
     def __init__(self, built: Build, text: Text):
         """Raise UserError for a prompt that leaves no room for a continuation."""
@@ -157,6 +158,9 @@ class Evaluator:
             built.batch_sharding,
             text.document_bos,
         )
+        # By its name: a run without a benchmark loads nothing of it.
+        of_run = import_module("evaluation.benchmark").benchmark_of_run if config.eval.tasks else None
+        self.benchmark = of_run(built, text) if of_run else None
 
     def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Return the figures of float32 parameters, as after a step; None once `should_stop()`, which is asked between
@@ -172,6 +176,7 @@ class Evaluator:
         try:
             names = shortest(self.text.names)
             results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes, until_asked, names)
+            results |= self.benchmark(params, should_stop) if self.benchmark else {}
         except Interrupted:
             return None
         if should_stop():

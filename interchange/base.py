@@ -21,12 +21,12 @@ class Base(NamedTuple):
     """A network to fine-tune on conversations."""
 
     config: Config
-    """A run's config, that of nanochat's own checkpoint, or one of only the network's options and row."""
+    """A run's config, a config of nanochat's own checkpoint, or one of only the network's options and row."""
     tokenizer: str
     """Folder of the tokenizer, which has these tokens."""
     is_run: bool
     has_rates: bool
-    """Whether the config has the rates that the network was trained with."""
+    """True if the config has the rates that the network was trained with."""
 
 
 def base_of_chat(config: Config) -> Base:

@@ -64,8 +64,8 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def nanochat_tokenizer(folder: Path) -> Path | None:
-    """Return the folder with the tokenizer of nanochat's checkpoints: this one, its tokenizer/, or that of nanochat's
-    own base folder, two above."""
+    """Return the folder with the tokenizer of nanochat's checkpoints: this one, its tokenizer/, or the
+    tokenizer/ of nanochat's base folder, two above."""
     homes = [folder, folder / "tokenizer", folder.absolute().parent.parent / "tokenizer"]
     return next((home for home in homes if (home / "tokenizer.pkl").exists()), None)
 

@@ -198,6 +198,8 @@ class MetricsLog:
         loss, bits = results["val_loss"], results["val_bpb"]
         of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)
         LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{f' ({of})' * bool(of)}")
+        for name in {"core", "chatcore"} & results.keys():
+            LOGGER.info(f"step {step}: {name} {results[name]:.4f} +- {results[f'{name}_stderr']:.4f}")
         self._report_overfitting(step)
 
     def _report_overfitting(self, step: int) -> None:

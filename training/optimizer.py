@@ -35,8 +35,7 @@ def group_names(config: OptimizerConfig) -> list[str]:
 def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
     """Return each group's peak rate. Rates of tables and of the head are for width 768, and scale as width^-0.5."""
     scaled = lambda group: (width / 768) ** -0.5 if group in ("embed", "value_embeds", "lm_head") else 1.0
-    factor = lambda group: config.rate_factor * (1.0 if group == "scalars" else config.batch_factor)
-    peak = lambda group: factor(group) * group_config(config, group).peak_rate
+    peak = lambda group: config.rate_factor * group_config(config, group).peak_rate
     return {group: peak(group) * scaled(group) for group in group_names(config)}
 
 

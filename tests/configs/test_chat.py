@@ -54,18 +54,18 @@ def test_it_copies_a_run_except_the_recipe_and_given_options(base):
     assert config.optimizer.rate_factor == 0.1 and config.batch.tokens_per_step == BASE.batch.tokens_per_step
 
 
-def test_rates_are_0_8_of_those_before_nanochat_s_scale_for_a_step_of_2_to_20_tokens(base):
+def test_rates_are_0_8_of_those_before_nanochat_s_factor_for_a_step_of_2_to_20_tokens(base):
     """nanochat's chat_sft inherits embedding_lr, unembedding_lr and matrix_lr as base_train was given them, and its
     scalar_lr is its own."""
     words = ("--config=configs/nanochat.py", "--model.depth=20", "--optimizer.x0_lambdas.peak_rate=0.3")
-    pretraining, _ = parse("", argv=[*words, "--optimizer.muon.peak_rate=0.03"])
+    pretraining, _ = parse("", argv=[*words])
     write_record(base / "config.json", pretraining, "", [])
+    assert pretraining.batch.tokens_per_step == 2**20 and pretraining.optimizer.embed.peak_rate == 0.3 * 2**0.5
     config = chat(f"--init_from={base}")
-    assert config.batch.tokens_per_step == 2**20 and pretraining.optimizer.batch_factor == 2**0.5
-    nanochat_s = {"embed": 0.3, "lm_head": 0.008, "value_embeds": 0.15, "matrices": 0.03, "resid_lambdas": 0.005}
-    nanochat_s |= {"x0_lambdas": 0.5, "scalars": 0.2}
-    wanted = {group: 0.8 * rate for group, rate in nanochat_s.items()}
-    assert peak_rates(config.optimizer, 768) == pytest.approx(wanted)
+    assert config.batch.tokens_per_step == 2**20
+    wanted = {"embed": 0.3, "lm_head": 0.008, "value_embeds": 0.15, "matrices": 0.02, "resid_lambdas": 0.005}
+    wanted |= {"x0_lambdas": 0.5, "scalars": 0.2}
+    assert peak_rates(config.optimizer, 768) == pytest.approx({group: 0.8 * rate for group, rate in wanted.items()})
 
 
 def test_after_an_export_network_and_row_follow(base, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 
 from configs.command_line import parse
 from configs.schema import UserError
-from training.optimizer import peak_rates
 
 
 def read(*words):
@@ -30,10 +29,9 @@ def test_batch_rates_and_decay_follow_the_horizon(depth, batch):
     config, reference = read(f"--model.depth={depth}"), read("--model.depth=12")
     assert config.batch.tokens_per_step == batch and config.model.width % 128 == 0
     scale = math.sqrt(batch / 2**19)
-    rates = peak_rates(config.optimizer, 768)
-    wanted = {"embed": 0.3, "matrices": 0.02, "lm_head": 0.008, "value_embeds": 0.15}
-    wanted |= {"resid_lambdas": 0.005, "x0_lambdas": 0.5, "scalars": 0.2 / scale}
-    assert rates == pytest.approx({group: rate * scale for group, rate in wanted.items()})
+    assert config.optimizer.embed.peak_rate == pytest.approx(0.3 * scale)
+    assert config.optimizer.x0_lambdas.peak_rate == pytest.approx(0.5 * scale)
+    assert config.optimizer.scalars.peak_rate == 0.2
     horizons = [c.steps * c.batch.tokens_per_step for c in (config, reference)]
     assert config.optimizer.muon.weight_decay == pytest.approx(0.28 * scale * horizons[1] / horizons[0], rel=0.01)
 
@@ -42,9 +40,9 @@ def test_given_options_stay_and_dependent_ones_follow(capsys):
     config = read("--model.depth=12", "--batch.tokens_per_step=131072", "--optimizer.muon.peak_rate=0.5", "--name=mine")
     assert config.batch.tokens_per_step == 131072 and config.optimizer.muon.peak_rate == 0.5
     assert config.steps == read("--model.depth=12").steps * 4 + 1 or config.steps == read("--model.depth=12").steps * 4
-    assert config.optimizer.batch_factor == 0.5 and config.name == "mine"
+    assert config.optimizer.embed.peak_rate == pytest.approx(0.15) and config.name == "mine"
     output = capsys.readouterr().out.split("--model.width", 2)[1]
-    assert "optimizer.batch_factor=0.500  sqrt(" in output and "--steps=" in output
+    assert "--optimizer.muon.peak_rate" not in output and "--optimizer.embed.peak_rate=0.15  nanochat's" in output
     assert read("--model.depth", "12", "--model.width", "1024").model.width == 1024
 
 

@@ -7,16 +7,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from configs.schema import UserError
+from configs.schema import EvalConfig, MeshConfig, UserError
+from data.dataset import Text
 from evaluate import evaluate_core
 from evaluation.chat_core import read_chat_tasks
+from evaluation.evaluator import Evaluator
 from tests.evaluation import core_bundle
 from tests.evaluation.chat_sets import FOLDERS, columns, make_sets, network
 from tests.evaluation.core_bundle import LONGEST
+from training.build import build
 
 NANOCHAT_S = json.loads(Path(__file__).with_name("nanochat_chat.json").read_text())
 
@@ -47,6 +51,29 @@ def test_every_item_equals_nanochat_s_chat_eval_on_a_mesh_of_all_axes(sets, tmp_
     assert {"items.jsonl", "chatcore.json", "chatcore.png"} == {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr("evaluation.chat_core.render", None)  # the log has every answer
     assert evaluate() == results
+
+
+class Chats(Text):
+    """What an evaluation reads of a run's text."""
+
+    weights = (1.0,)  # pyright: ignore
+
+
+@pytest.mark.medium
+def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_to_stop(sets, tmp_path, monkeypatch):
+    ours = network()
+    options = EvalConfig(tasks="chatcore", bundle=str(sets), items=3, tokens=2 * LONGEST, prompts=())
+    config = replace(ours.config, eval=options, mesh=MeshConfig(1))
+    text = object.__new__(Chats)
+    vars(text).update(val=[], tokenizer=ours.tokenizer, names=["chats"], document_bos=None)
+    monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], None))
+    monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
+    evaluator = Evaluator(build(config, jax.devices()[:1]), text)
+    figures = evaluator(ours.params, lambda: False)
+    assert figures["val_loss"] == 1.0 and evaluator(ours.params, lambda: True) is None
+    expected = evaluate_core(ours, read_chat_tasks(str(sets), 3), None, tmp_path, "chatcore")
+    assert figures["chatcore"] == expected["chatcore"] and figures["chatcore_stderr"] == expected["chatcore_stderr"]
+    assert figures["chatcore_tasks"] == {name: task["centered"] for name, task in expected["tasks"].items()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""CORE or ChatCORE by name: of a saved network (evaluate.py), and of a run as it trains."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from data.dataset import Text
+from evaluation.chat_core import ChatCore, read_chat_tasks
+from evaluation.core import READS, Core, Task, read_bundle
+from evaluation.evaluator import Interrupted
+from evaluation.network import Network
+from hosts.distributed import check_hosts_agree
+from training.build import Build
+
+BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
+"""The functions that read each benchmark's tasks from its folder."""
+
+
+def benchmark_of(name: str, tasks: Sequence[Task], network: Network, prompt_tokens: int | None = None) -> Core:
+    """Return a benchmark on the network's mesh, called with its parameters. Every process must call it."""
+    scorer = network.scorer(prompt_tokens or READS * network.config.batch.sequence_length)
+    core = ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
+    check_hosts_agree("their bundle", json.dumps(core.facts))
+    return core
+
+
+def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], bool]], dict[str, Any]]:
+    """Return `benchmark(params, should_stop)` for `eval.tasks`. It returns the lines of metrics.jsonl: the figure, its
+    standard error, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task."""
+    options = built.config.eval
+    tasks = BENCHMARKS[options.tasks](options.bundle, options.items)
+    core = benchmark_of(options.tasks, tasks, Network(built.config, text.tokenizer, {}, built.mesh))
+
+    def benchmark(params: dict, should_stop: Callable[[], bool]) -> dict[str, Any]:
+        def stop_if_asked(_: str) -> None:
+            if should_stop():
+                raise Interrupted
+
+        results = core(params, say=stop_if_asked)
+        of_tasks = {label: task["centered"] for label, task in results["tasks"].items()}
+        return {name: results[name] for name in (core.name, f"{core.name}_stderr")} | {f"{core.name}_tasks": of_tasks}
+
+    return benchmark
