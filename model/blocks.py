@@ -1,5 +1,5 @@
-"""What a warpgroup of a Hopper GPU does with blocks in registers and in shared memory, for model/hopper.py: thin names
-for Pallas' operations (Mosaic GPU)."""
+"""Operations of a Hopper GPU's warpgroup on blocks in registers and in shared memory, for model/hopper.py: thin names
+for those of Pallas (Mosaic GPU)."""
 
 from collections.abc import Callable
 from typing import Any

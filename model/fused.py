@@ -12,20 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.kernels import unchecked
-from model.layers import EPSILON, rms_norm, saved
+from model.layers import EPSILON, saved
 from model.parallel import varying_as
 
 Device = Literal["gpu", "tpu"]
 TPU_ROWS = 128  # in a block
 GPU_ROWS = 8  # that a block of 128 threads computes, one after the other
-GPU_LANES = 128  # threads, which divide a row's channels
-
-
-def plain_add_and_norm(
-    x: Float[Array, "batch length width"], y: Float[Array, "batch length width"]
-) -> tuple[Float[Array, "batch length width"], Float[Array, "batch length width"]]:
-    """Return x + y and its norm: the plain expression of `add_and_norm`."""
-    return x + y, rms_norm(x + y)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -35,8 +27,8 @@ def add_and_norm(
     device: Device,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch length width"], Float[Array, "batch length width"]]:
-    """Return x + y and its norm. The backward pass reads the norm and a number per row, as `rms_norm`'s does, and
-    rounds once. `interpret` runs it anywhere, slowly."""
+    """Return x + y and its norm (`x + y, rms_norm(x + y)`). The backward pass reads the norm and a number per row, as
+    `rms_norm`'s does, and rounds once. `interpret` runs it anywhere, slowly."""
     return _forward(x, y, device, interpret)[0]
 
 
@@ -57,78 +49,78 @@ def backward_rows(spread: Callable, dtotal: Array, dnormed: Array, normed: Array
 
 
 def _forward(x: Array, y: Array, device: Device, interpret: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    run = partial(on_gpu if device == "gpu" else on_tpu, forward_rows, interpret, (True, True, False))
-    total, normed, factor = varying_as(x, unchecked(run)(x, y))
+    total, normed, factor = of_all_rows(forward_rows, device, interpret, x, y)
     normed, factor = saved(normed), saved(factor)
     return (total, normed), (normed, factor)
 
 
-def _backward(
-    device: Device, interpret: bool, residuals: tuple[Array, Array], gradients: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    run = partial(on_gpu if device == "gpu" else on_tpu, backward_rows, interpret, (True,))
-    (dx,) = varying_as(gradients[0], unchecked(run)(*gradients, *residuals))
+def _backward(device: Device, interpret: bool, residuals: tuple, gradients: tuple) -> tuple[Array, Array]:
+    (dx,) = of_all_rows(backward_rows, device, interpret, *gradients, *residuals)
     return dx, dx
 
 
 add_and_norm.defvjp(_forward, _backward)
 
 
-def on_tpu(of_rows: Callable, interpret: bool, whole: tuple[bool, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Return `of_rows` of all rows, in blocks. For each result `whole` says whether a row has all channels or one
-    number; those numbers are along the lanes, since a column would take 128 times the memory."""
+def of_all_rows(of_rows: Callable, device: Device, interpret: bool, *arrays: Array) -> tuple[Array, ...]:
+    """Return `of_rows` of all positions, on a device."""
     batch, length, width = arrays[0].shape
-    rows, block = batch * length, min(TPU_ROWS, batch * length)
+    matrix = jax.ShapeDtypeStruct((batch * length, width), arrays[0].dtype)
+    vector = jax.ShapeDtypeStruct((batch * length,), jnp.float32)
+    results = (matrix, matrix, vector) if of_rows is forward_rows else (matrix,)
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        flat = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+        outputs = (on_gpu if device == "gpu" else on_tpu)(of_rows, results, interpret, *flat)
+        return tuple(x.reshape(batch, length, *like.shape[1:]) for x, like in zip(outputs, results))
+
+    return varying_as(arrays[0], unchecked(run)(*arrays))
+
+
+def on_tpu(of_rows: Callable, results: tuple, interpret: bool, *arrays: Array) -> tuple[Array, ...]:
+    """Return `of_rows` in blocks of rows. Numbers are along the lanes: a column would take 128 times the memory."""
+    rows, width = arrays[0].shape
+    block = min(TPU_ROWS, rows)
 
     def kernel(*refs: Any) -> None:
-        values = [ref[...] if ref.shape[0] == block else ref[0] for ref in refs[: len(arrays)]]
+        values = [ref[...] if x.ndim == 2 else ref[0] for ref, x in zip(refs, arrays)]
         for ref, value in zip(refs[len(arrays) :], of_rows(lambda number: number[:, None], *values)):
             ref[...] = value if value.ndim == 2 else value[None]
 
-    matrix, vector = pl.BlockSpec((block, width), lambda i: (i, 0)), pl.BlockSpec((1, block), lambda i: (0, i))
-    results = pl.pallas_call(
+    specs = {2: pl.BlockSpec((block, width), lambda i: (i, 0)), 1: pl.BlockSpec((1, block), lambda i: (0, i))}
+    shape = lambda x: x.shape if x.ndim == 2 else (1, rows)
+    return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(rows, block),),
-        in_specs=[matrix if x.ndim == 3 else vector for x in arrays],
-        out_specs=[matrix if full else vector for full in whole],
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, width), arrays[0].dtype)
-            if full
-            else jax.ShapeDtypeStruct((1, rows), jnp.float32)
-            for full in whole
-        ],
+        in_specs=[specs[x.ndim] for x in arrays],
+        out_specs=[specs[x.ndim] for x in results],
+        out_shape=[jax.ShapeDtypeStruct(shape(x), x.dtype) for x in results],
         name=of_rows.__name__,
         interpret=interpret,
-    )(*(x.reshape(rows, width) if x.ndim == 3 else x.reshape(1, rows) for x in arrays))
-    return tuple(x.reshape((batch, length, width) if full else (batch, length)) for x, full in zip(results, whole))
+    )(*(x.reshape(shape(x)) for x in arrays))
 
 
-def on_gpu(of_rows: Callable, interpret: bool, whole: tuple[bool, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Return `of_rows` of all rows, as `on_tpu` does. A row's channels stay in a warpgroup's registers."""
+def on_gpu(of_rows: Callable, results: tuple, interpret: bool, *arrays: Array) -> tuple[Array, ...]:
+    """Return `of_rows` row by row. A row's channels stay in the registers of one warpgroup."""
     from model.blocks import gpu
 
-    batch, length, width = arrays[0].shape
-    rows = batch * length
+    rows = len(arrays[0])
 
     def kernel(*refs: Any) -> None:
         first = jax.lax.axis_index("block") * GPU_ROWS
 
         def of_row(i: Array, _: None) -> None:
-            results = of_rows(lambda number: number, *(ref[i] for ref in refs[: len(arrays)]))
-            for ref, value in zip(refs[len(arrays) :], results):
+            values = of_rows(lambda number: number, *(ref[i] for ref in refs[: len(arrays)]))
+            for ref, value in zip(refs[len(arrays) :], values):
                 ref[i] = value
 
         jax.lax.fori_loop(first, jax.lax.min(first + GPU_ROWS, rows), of_row, None)
 
-    results = gpu.kernel(
+    return gpu.kernel(
         kernel,
-        out_type=tuple(
-            jax.ShapeDtypeStruct((rows, width), arrays[0].dtype) if full else jax.ShapeDtypeStruct((rows,), jnp.float32)
-            for full in whole
-        ),
+        out_type=results,
         grid=(pl.cdiv(rows, GPU_ROWS),),
         grid_names=("block",),
         kernel_name=of_rows.__name__,
         interpret=gpu.InterpretGPUParams() if interpret else None,
-    )(*(x.reshape(rows, *x.shape[2:]) for x in arrays))
-    return tuple(x.reshape((batch, length, width) if full else (batch, length)) for x, full in zip(results, whole))
+    )(*arrays)

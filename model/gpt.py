@@ -59,20 +59,15 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
         place = 2 * self.attention.layer
-        x, normed = self.add_and_norm(x, dropout(y, self.dropout, inputs.dropout_keys, place))
-        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, place + 1), cache
+        y = dropout(y, self.dropout, inputs.dropout_keys, place)
+        if "add_and_norm" in self.kernels and (device := norm_kernel(platform(), x.shape[2])):
+            from model.fused import add_and_norm  # here: it needs Pallas
 
-    def add_and_norm(
-        self, x: Float[Array, "batch length width"], y: Float[Array, "batch length width"]
-    ) -> tuple[Float[Array, "batch length width"], Float[Array, "batch length width"]]:
-        """Return x + y and its norm."""
-        device = norm_kernel(platform(), x.shape[2]) if "add_and_norm" in self.kernels else None
-        if device is None:
+            x, normed = add_and_norm(x, y, device)
+        else:
             x = x + y
-            return x, rms_norm(x)
-        from model import fused  # here: it needs Pallas
-
-        return fused.add_and_norm(x, y, device)
+            normed = rms_norm(x)
+        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, place + 1), cache
 
 
 @jax.custom_vjp

@@ -41,6 +41,7 @@ TILE = ROWS * WARPGROUPS  # queries, or keys, of a block of threads; rows are pa
 KEYS = 128  # in a step of the forward pass
 STEP = 64  # keys, or queries, in a step of the backward pass
 HIDDEN = -1e30  # a hidden score. It is finite, so a block in which a query sees no key leaves no NaN
+PLACE = ("row", "head", "tile", "warpgroup")  # of a thread
 LOG2E = math.log2(math.e)  # GPUs compute powers of 2
 
 
@@ -134,16 +135,10 @@ def launch(kernel: Callable, shape: tuple[int, ...], outputs: tuple, scratch: tu
     )
 
 
-def place() -> tuple[Array, Array, Array, Array]:
-    """Return the row, the head, the tile and the warpgroup of this thread."""
-    row, head, tile, warpgroup = (jax.lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))
-    return row, head, tile, warpgroup
-
-
 def forward_kernel(interpret: bool, *refs: Any) -> None:
     """Write y, and the log2 of the sum of each query's exponentials."""
     q_ref, k_ref, v_ref, first_ref, y_ref, sums_ref, q_smem, sums_smem, arrived = refs
-    row, head, tile, warpgroup = place()
+    row, head, tile, warpgroup = map(jax.lax.axis_index, PLACE)
     _, length, heads, head_dim = q_ref.shape
     start = length - TILE * (tile + 1)  # the tiles with most keys come first
     queries = start + warpgroup * ROWS
@@ -185,7 +180,7 @@ def forward_kernel(interpret: bool, *refs: Any) -> None:
 def queries_kernel(interpret: bool, *refs: Any) -> None:
     """Write the gradient of the queries."""
     q_ref, k_ref, v_ref, dy_ref, sums_ref, along_ref, first_ref, dq_ref, q_smem, dy_smem, arrived = refs
-    row, head, tile, warpgroup = place()
+    row, head, tile, warpgroup = map(jax.lax.axis_index, PLACE)
     _, length, heads, head_dim = q_ref.shape
     start = length - TILE * (tile + 1)
     queries = start + warpgroup * ROWS
@@ -226,7 +221,7 @@ def keys_kernel(interpret: bool, *refs: Any) -> None:
     """Write the gradients of keys and values: sums over the queries that see them, of all heads of their group. Rows of
     the scores are keys here, and columns are queries."""
     q_ref, k_ref, v_ref, dy_ref, sums_ref, along_ref, last_ref, dk_ref, dv_ref, k_smem, v_smem, arrived = refs
-    row, head, tile, warpgroup = place()
+    row, head, tile, warpgroup = map(jax.lax.axis_index, PLACE)
     head_dim, group = q_ref.shape[3], q_ref.shape[2] // k_ref.shape[2]
     keys = tile * TILE + warpgroup * ROWS
     rows = pl.ds(keys, ROWS)
