@@ -8,6 +8,8 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 
+from run.profile import Profile
+
 import train
 from configs.command_line import Exit
 from configs.messages import LOGGER
@@ -22,7 +24,6 @@ from run import ending, start
 from run.clock import Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
-from run.profile import Profile
 from run.record import scores
 from train import is_due
 

@@ -133,7 +133,7 @@ class DataConfig:
     """With `whole`, a document longer than a row: `cut` trains on its beginning, `drop` leaves it out."""
     mask_documents: bool = False
     """Restrict attention to a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
-    workers: Free[NotNegative[int]] = 2
+    workers: InFile[Free[NotNegative[int]]] = 2
     """Threads that read batches ahead; at least 8 from a URL, whose rows this machine caches (20 GB)."""
 
 
@@ -167,7 +167,7 @@ class ScheduleConfig:
     """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak."""
     warmdown: Share = 0.65
     """Share of the run's steps in which the rate falls (`warmup_constant_warmdown`)."""
-    final: Share = 0.05
+    final: InFile[Share] = 0.05
     """Final factor of the falling schedules."""
 
 

@@ -63,7 +63,7 @@ class Block(nnx.Module):
         if "add_and_norm" in self.kernels and (device := norm_kernel(platform(), x.shape[2])):
             from model.fused import add_and_norm  # here: it needs Pallas
 
-            x, normed = add_and_norm(x, y, device)
+            x, normed = add_and_norm(x, y, device)  # pyright: ignore[reportGeneralTypeIssues]
         else:
             x = x + y
             normed = rms_norm(x)
