@@ -19,10 +19,9 @@ from model.gpt import parameter_shapes
 from reinforcement.rollouts import Rollouts, advantages
 from reinforcement.start import RewardLog, open_task
 from run import ending, start
-from run.clock import Times
+from run.clock import Profile, Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
-from run.profile import Profile
 from run.record import scores
 from train import is_due
 
