@@ -2,7 +2,7 @@
 
 import pickle
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 NAMES = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
 """The parts of an encoding's pickle, and their types."""
@@ -24,9 +24,6 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) != ("tiktoken.core", "Encoding"):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no tokenizer needs")
         return _Encoding
-
-    def persistent_load(self, pid: object, /) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside")
 
 
 def read_pickle(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:

@@ -1,14 +1,7 @@
 """nanochat's own checkpoints: model_NNNNNN.pt and meta_NNNNNN.json, as its scripts write them.
 
-ours                                    nanochat's
-embed.table                             transformer.wte.weight
-blocks.N.attention.query.kernel         transformer.h.N.attn.c_q.weight
-blocks.N.attention.value_gate.kernel    transformer.h.N.attn.ve_gate.weight
-blocks.N.attention.value_embedding.table    value_embeds.N.weight
-blocks.N.mlp.up.kernel                  transformer.h.N.mlp.c_fc.weight
-resid_lambdas.values                    resid_lambdas
-
-A kernel is [inputs, outputs] here, and [outputs, inputs] there. Tables there have rows for more tokens than there are.
+`PARTS` has its names of arrays. A kernel is [inputs, outputs] here, and [outputs, inputs] there. Tables there have rows
+for more tokens than there are.
 """
 
 import json

@@ -69,7 +69,7 @@ def test_home_folders(monkeypatch):
     with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
         resolved(with_options(BASE, {"run_dir": "~nobody-here/x"}))
     paths = [name for name, of in roles().items() if Role.PATH in of]
-    assert paths == ["run_dir", "init_from"]
+    assert paths == ["run_dir", "init_from", "eval.bundle"]
     for url in ("s3://bucket/runs", "gs://bucket", "gs://", "file:///runs", "s3://bucket/gs://bucket/runs"):
         with pytest.raises(UserError, match=f"--run_dir={url} cannot work: .*or gs://BUCKET/FOLDER"):
             resolved(with_options(BASE, {"run_dir": url}))

@@ -15,6 +15,7 @@ import pytest
 from configs.schema import EvalConfig, MeshConfig, UserError
 from data.dataset import Text
 from evaluate import evaluate_core
+from evaluation.benchmark import BENCHMARKS
 from evaluation.chat_core import read_chat_tasks
 from evaluation.evaluator import Evaluator
 from tests.evaluation import core_bundle
@@ -68,10 +69,12 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
     vars(text).update(val=[], tokenizer=ours.tokenizer, names=["chats"], document_bos=None)
     monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], None))
     monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
+    tasks = [task for task in read_chat_tasks(str(sets), 3) if task.label == "MMLU"]
+    monkeypatch.setitem(BENCHMARKS, "chatcore", lambda folder, items: tasks if items == 3 else [])
     evaluator = Evaluator(build(config, jax.devices()[:1]), text)
     figures = evaluator(ours.params, lambda: False)
     assert figures["val_loss"] == 1.0 and evaluator(ours.params, lambda: True) is None
-    expected = evaluate_core(ours, read_chat_tasks(str(sets), 3), None, tmp_path, "chatcore")
+    expected = evaluate_core(ours, tasks, None, tmp_path, "chatcore")
     assert figures["chatcore"] == expected["chatcore"] and figures["chatcore_stderr"] == expected["chatcore_stderr"]
     assert figures["chatcore_tasks"] == {name: task["centered"] for name, task in expected["tasks"].items()}
 

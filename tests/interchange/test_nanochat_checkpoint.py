@@ -87,7 +87,8 @@ def logits_of(folder: Path) -> np.ndarray:
     """Return our capped logits of the network in a folder, opened as every command does."""
     network = open_network(folder, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     graphdef, _ = split_model(network.config.model, jnp.dtype("float32"))
-    return np.asarray(softcap(nnx.merge(graphdef, network.params)(jnp.array(TOKENS))[0], 15.0))
+    logits = jax.jit(lambda params, tokens: softcap(nnx.merge(graphdef, params)(tokens)[0], 15.0))
+    return np.asarray(logits(network.params, TOKENS))
 
 
 def test_logits_are_those_of_nanochat_s_code(tmp_path):
