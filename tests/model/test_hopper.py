@@ -2,18 +2,25 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from model import fused
 from model.attention import Places, plain_attention
-from model.kernels import HAS_PALLAS
+from model.gpt import GPT
+from model.kernels import HAS_PALLAS, attention_kernel
+from model.loss import loss_sums
+from tests.helpers import distance, perturbed, random_rows, tiny_config
 
 if not HAS_PALLAS:
     pytest.skip("this JAX's Pallas for GPUs has other names", allow_module_level=True)
 
+from model import hopper
 from model.hopper import attention, bounds
 
 
@@ -77,6 +84,37 @@ def test_hidden_blocks_are_not_read():
     )
     for x in (y, dq, dk, dv):
         assert not np.isfinite(x[:, :128]).all() and np.isfinite(x[:, 256:]).all()
+
+
+@pytest.mark.slow
+def test_a_network_with_every_kernel_has_the_plain_gradients_however_its_rows_are_divided(monkeypatch):
+    monkeypatch.setattr("model.attention.attention_kernel", lambda *_: "hopper" if _[-1] else "plain")
+    monkeypatch.setattr("model.gpt.norm_kernel", lambda *_: "gpu")
+    for module, name in ((hopper, "attention"), (fused, "add_and_norm")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
+    weights = np.ones((2, 65), np.float32)
+    weights[0, 7:] = 0
+    sizes = {"depth": 1, "width": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
+
+    def gradients(kernels, rows):
+        config = tiny_config(2, 2, 65, kernels=kernels, **sizes)
+        graph, params = nnx.split(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)), nnx.Param)
+        arrays = [random_rows(config, 0, weights)[name][rows] for name in ("inputs", "targets", "weights")]
+        loss = lambda params, *arrays: loss_sums(nnx.merge(graph, params), *arrays)[0]
+        return jax.jit(jax.grad(loss))(perturbed(params), *arrays)
+
+    ours = partial(gradients, ("attention", "add_and_norm"))
+    whole, parts = ours(slice(0, 2)), jax.tree.map(jnp.add, ours(slice(0, 1)), ours(slice(1, 2)))
+    assert distance(parts, whole) < 1e-6
+    assert distance(whole, gradients((), slice(0, 2))) < 1e-5
+
+
+def test_where_it_runs():
+    kernel = partial(attention_kernel, own=True)
+    assert kernel("cuda", 9.0, "bfloat16", 2048, 128, True) == "hopper"
+    assert (
+        kernel("cuda", 9.0, "bfloat16", 2048, 256, False) == kernel("gpu", 10.0, "bfloat16", 64, 128, False) == "cudnn"
+    )
 
 
 COMPILE = """
