@@ -55,6 +55,7 @@ def folder(tmp_path_factory):
     """Return a folder with a run, and a run of reinforcement on it."""
     folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
     (folder / "few.py").write_text(RECIPE)
+    (folder / "short.py").write_text(RECIPE.replace("tokens=64", "tokens=20"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sums, "reward", length_is_even)
         patch.chdir(folder)
@@ -167,6 +168,7 @@ def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failur
         (["--reinforce.task=gsm8k"], "--reinforce.task=gsm8k needs --bundle=DIR"),
         (["--reinforce.task=gsm8k", "--bundle=nothing"], "no file gsm8k/main/train"),
         (["--batch.tokens_per_step=128"], "16 answers need 8 rows, which is 1024"),
+        (["--config=short.py"], "reinforce.tokens=20 leaves no room: a question has"),
         (["--model.depth=2"], "another network than the options ask for"),
     ],
 )
