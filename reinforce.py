@@ -21,7 +21,7 @@ from model.gpt import parameter_shapes
 from reinforcement.rollouts import Rollouts, advantages
 from reinforcement.start import RewardLog, open_task
 from run import ending, start
-from run.clock import Times
+from run.clock import Profile, Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
 from run.record import scores

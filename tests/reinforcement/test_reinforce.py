@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -154,6 +156,19 @@ def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failur
     lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
     assert [line["left_out"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
     assert "step 12 changed nothing: each question's answers have one reward" in capfd.readouterr().out
+
+
+@pytest.mark.medium
+def test_gsm8k_s_problems_are_answered(folder, again):
+    for part in ("train", "test"):
+        answers = [f"<<{i}+1={i + 1}>>\n#### {i + 1}" for i in range(5)]
+        rows = {"question": [f"{part} {i}?" for i in range(5)], "answer": answers}
+        file = folder / f"sets/gsm8k/main/{part}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(rows), file)
+    assert again("--reinforce.task=gsm8k", "--bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
+    _, line, last = read_metrics(folder / "gsm8k")
+    assert line["left_out"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
 
 
 @pytest.mark.parametrize(
