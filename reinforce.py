@@ -8,8 +8,6 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 
-from run.profile import Profile
-
 import train
 from configs.command_line import Exit
 from configs.messages import LOGGER

@@ -23,7 +23,7 @@ from evaluation.engine import Answer
 from hosts.runtime import run_command, start_jax
 from interchange.init_from import initial_state
 from model.sampling import Sampling
-from reinforcement.rollouts import Rollout, Rollouts, advantages
+from reinforcement.rollouts import Rollout, Rollouts, advantages, prompt_of
 from reinforcement.start import open_task
 from training.build import Build, build
 from training.step import make_train_step
@@ -65,7 +65,7 @@ def uneven(rollouts: Rollouts, step: int) -> list[Rollout]:
     """Return answers of random tokens, whose lengths differ a hundredfold and whose rewards are drawn."""
     options, draw = rollouts.config.reinforce, np.random.default_rng(step)
     problem = rollouts.task.problem(step, False)
-    prompt, count = rollouts.prompt(problem), options.prompts * options.samples
+    prompt, count = prompt_of(rollouts.tokenizer, problem), options.prompts * options.samples
     made = []
     for length in draw.permutation(np.geomspace(2, 200, count).round().astype(int)).tolist():
         tokens = draw.integers(300, rollouts.tokenizer.vocab_size, length).tolist()

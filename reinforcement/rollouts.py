@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from configs.schema import Config, UserError, with_options
+from configs.schema import Config, with_options
 from data.conversation import render
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
@@ -50,31 +50,25 @@ class Rollouts:
         most = config.reinforce.held_out
         self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
 
-    def prompt(self, problem: Problem) -> list[int]:
-        """Return a problem's tokens. Raise UserError if they leave no room for an answer."""
-        ids = render(self.tokenizer, [{"role": "user", "content": problem.question}], ask=True)
-        if len(ids) >= self.engine.capacity:
-            room = f"{len(ids)} tokens, and reinforce.tokens={self.engine.capacity} are for it and its answer"
-            raise UserError(f"the question {problem.question[:40]!r}... has {room}")
-        return ids
-
     def drawn(
         self, params: dict, asked: Sequence[tuple[Problem, Sampling]], should_stop: Callable[[], bool]
     ) -> list[Rollout] | None:
-        """Return an answer to each question, in their order; None once `should_stop()`, asked after each answer."""
+        """Return an answer to each question, in their order; None once `should_stop()`, asked after each answer. A
+        question that leaves no room for an answer has an empty one."""
         self.engine.restart(params)
-        prompts = {problem: self.prompt(problem) for problem, _ in asked}
-        answers: dict[int, Answer] = {}
-        wanted = [(prompts[problem], sampling, self.engine.capacity) for problem, sampling in asked]
-        for place, answer in self.engine.answers(wanted):
-            answers[place] = answer
+        most = self.engine.capacity
+        prompts = {problem: prompt_of(self.tokenizer, problem) for problem, _ in asked}
+        answers = [Answer(sampling, 0, 0, finished="length") for _, sampling in asked]
+        fitting = [place for place, (problem, _) in enumerate(asked) if len(prompts[problem]) < most]
+        wanted = [(prompts[asked[place][0]], asked[place][1], most) for place in fitting]
+        for number, answer in self.engine.answers(wanted):
+            answers[fitting[number]] = answer
             if should_stop():
                 return None
         rollouts = []
-        for place, (problem, _) in enumerate(asked):
-            text = self.tokenizer.library.decode(answers[place].tokens, skip_special_tokens=False)
-            reward = self.task.reward(problem, text)
-            rollouts.append(Rollout(problem, prompts[problem], answers[place], text, reward))
+        for (problem, _), answer in zip(asked, answers):
+            text = self.tokenizer.library.decode(answer.tokens, skip_special_tokens=False)
+            rollouts.append(Rollout(problem, prompts[problem], answer, text, self.task.reward(problem, text)))
         return rollouts
 
     def of_step(self, params: dict, step: int, should_stop: Callable[[], bool]) -> list[Rollout] | None:
@@ -96,7 +90,7 @@ class Rollouts:
         arrays["weights"] = np.zeros((rows, length), np.float32)
         for place, (rollout, weight) in enumerate(zip(rollouts, weights)):
             row, start = place // per_row, place % per_row * part
-            answer, ids = rollout.answer, [*rollout.prompt, *rollout.answer.tokens, *rollout.answer.end]
+            answer, ids = rollout.answer, [*rollout.prompt, *rollout.answer.tokens, *rollout.answer.end][:part]
             where = slice(start, start + len(ids) - 1)
             arrays["inputs"][row, where], arrays["targets"][row, where] = ids[:-1], ids[1:]
             drawn = [*answer.drawn[: len(answer.tokens)], *(True for _ in answer.end)]
@@ -126,6 +120,11 @@ class Rollouts:
         shown = [f"reward {one.reward:g}: {one.problem.question}\n{one.text}" for one in greedy[:SHOWN]]
         ones = figures_of("pass_at_1", np.array([one.reward for one in greedy]) == 1)
         return ones | figures_of("pass_at_k", right) | {"k": samples, "samples": shown}
+
+
+def prompt_of(tokenizer: TextTokenizer, problem: Problem) -> list[int]:
+    """Return the tokens of a question, up to the place of its answer."""
+    return render(tokenizer, [{"role": "user", "content": problem.question}], ask=True)
 
 
 def answers_of_step(config: Config) -> int:

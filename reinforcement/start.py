@@ -12,11 +12,13 @@ from data.tokenizer import load_tokenizer
 from evaluation.chat_core import require_chat_tokens
 from hosts.distributed import check_hosts_agree
 from interchange.init_from import require_same_network
-from reinforcement.rollouts import answers_of_step
+from reinforcement.rollouts import answers_of_step, prompt_of
 from reinforcement.tasks import TASKS, Task
 from run.log import MetricsLog
 from run.start import begins_from_another
 from training.build import Build, build
+
+TRIED = 64  # questions whose lengths are checked at the start
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     require_chat_tokens(tokenizer)
     task = TASKS[options.task](options, config.seed, bundle)
+    longest = max(len(prompt_of(tokenizer, task.problem(number, False))) for number in range(TRIED))
+    if longest >= options.tokens:
+        raise UserError(f"reinforce.tokens={options.tokens} leaves no room: a question has {longest} tokens")
     built = build(config)
     if begins_from_another(config):
         require_same_network(config)

@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -55,6 +57,7 @@ def folder(tmp_path_factory):
     """Return a folder with a run, and a run of reinforcement on it."""
     folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
     (folder / "few.py").write_text(RECIPE)
+    (folder / "short.py").write_text(RECIPE.replace("tokens=64", "tokens=20"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sums, "reward", length_is_even)
         patch.chdir(folder)
@@ -155,6 +158,19 @@ def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failur
     assert "step 12 changed nothing: each question's answers have one reward" in capfd.readouterr().out
 
 
+@pytest.mark.medium
+def test_gsm8k_s_problems_are_answered(folder, again):
+    for part in ("train", "test"):
+        answers = [f"<<{i}+1={i + 1}>>\n#### {i + 1}" for i in range(5)]
+        rows = {"question": [f"{part} {i}?" for i in range(5)], "answer": answers}
+        file = folder / f"sets/gsm8k/main/{part}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(rows), file)
+    assert again("--reinforce.task=gsm8k", "--bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
+    _, line, last = read_metrics(folder / "gsm8k")
+    assert line["left_out"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -167,6 +183,7 @@ def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failur
         (["--reinforce.task=gsm8k"], "--reinforce.task=gsm8k needs --bundle=DIR"),
         (["--reinforce.task=gsm8k", "--bundle=nothing"], "no file gsm8k/main/train"),
         (["--batch.tokens_per_step=128"], "16 answers need 8 rows, which is 1024"),
+        (["--config=short.py"], "reinforce.tokens=20 leaves no room: a question has"),
         (["--model.depth=2"], "another network than the options ask for"),
     ],
 )

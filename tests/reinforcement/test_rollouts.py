@@ -90,6 +90,31 @@ def test_equal_answers_give_equal_parameters_however_the_step_is_divided(split):
     assert distance(divided, whole) < 1e-5
 
 
+def test_a_question_without_room_has_an_empty_answer_and_no_weight():
+    class Echo:
+        """Answer each question that it gets with its own tokens."""
+
+        capacity = 20
+
+        def restart(self, params):
+            pass
+
+        def answers(self, wanted):
+            yield from reversed(
+                [(i, Answer(asked[1], 9, 0, asked[0][1:], [True] * 9)) for i, asked in enumerate(wanted)]
+            )
+
+    ours = rollouts_on((1, 1, 1, 8))
+    ours.task, ours.engine = Sums(TINY.reinforce, 0, ""), Echo()
+    asked = [(Problem(question, "1"), Sampling(seed=i)) for i, question in enumerate(("to", "to be " * 90, "or"))]
+    some = ours.drawn({}, asked, lambda: False)
+    assert [one.answer.sampling.seed for one in some] == [0, 1, 2] and not some[1].answer.tokens
+    assert some[0].answer.tokens == some[0].prompt[1:] and len(some[1].prompt) > 64
+    batch = np.asarray(ours.batch(some, np.ones(3, np.float32))["weights"]).reshape(8, 128)
+    assert batch[0, :64].any() and not batch[0, 64:].any() and batch[1, :64].any()
+    assert ours.drawn({}, asked, lambda: True) is None
+
+
 @pytest.mark.parametrize("right, of, low, high", [(0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1)])
 def test_the_interval_is_wilson_s(right, of, low, high):
     interval = figures_of("pass", np.arange(of) < right)["pass_interval"]
