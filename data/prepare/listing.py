@@ -117,8 +117,8 @@ def _split(file: SourceFile, conversations: bool) -> str:
     """Return the word that names a file's split, such as `validation` of validation-00000-of-00002.parquet or of a
     folder `validation`. Code has such names, too: of other files than tables only a .txt directly in the source has
     one."""
-    path, is_table = PurePath(file.name.lower()), conversations or file.ends_with(*TABLE_SUFFIXES)
-    if not is_table and (path.suffix != ".txt" or len(path.parts) > 1):
+    path, tables = PurePath(file.name.lower()), (*TABLE_SUFFIXES, *(CHAT_SUFFIXES if conversations else ()))
+    if not file.ends_with(*tables) and (path.suffix != ".txt" or len(path.parts) > 1):
         return ""
     stem = re.fullmatch(r"([a-z]+)([-_.]?[0-9].*)?", path.name.partition(".")[0])
     word = stem[1] if stem else ""
