@@ -31,6 +31,28 @@ DEVICE = (
     "print(json.dumps({'device': d[0].device_kind, 'devices': len(d), 'jax': jax.__version__}))"
 )
 PLAIN, FULL = "configs/plain.py", "configs/nanochat.py"
+SWITCHES = {
+    "not deterministic": "config = with_options(config, {'deterministic': False})",
+    "complete rows": "config = with_options(config, {'model.window_pattern': 'L'})",
+    "our attention": "config = with_options(config, {'model.kernels': ('attention',)})",
+    "our addition and norm": "config = with_options(config, {'model.kernels': ('add_and_norm',)})",
+    "gradients in 4 splits": "model.layers.GRADIENT_SPLITS = 4",
+    "Muon in fewer passes": "config = with_options(config, {'optimizer.muon.products': 'fewer_passes'})",
+    "loss in 2 chunks": "config = with_options(config, {'model.loss_chunks': 2})",
+}
+"""Lines of a config file, by the name of the part that times the full network with it."""
+CONFIG = """import model.layers
+from configs import nanochat
+from configs.schema import with_options
+
+derive = nanochat.derive
+
+
+def get_config():
+    config = nanochat.get_config()
+    {line}
+    return config
+"""
 COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")
 
 
@@ -52,7 +74,7 @@ class Arguments:
     """More options for every config, as typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
     reference: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
-    It runs between the throughputs. Empty: none."""
+    DEPTH, ROWS and MICRO_BATCHES in it are replaced. It runs after each depth's throughput. Empty: none."""
 
 
 class Part(NamedTuple):
@@ -80,9 +102,17 @@ def parts_of(arguments: Arguments) -> list[Part]:
         command += [f"--model.depth={depth}", f"--rows={rows}"]
         return Part(name, [*command, *words, *options], 120, last_json)
 
-    def both(depth: int, rows: int) -> list[Part]:
-        networks = (("plain", PLAIN), ("full", FULL))
-        return [throughput(f"{n} d{depth}", c, step, depth=depth, rows=rows) for n, c in networks]
+    def compared(depth: int, rows: int) -> list[Part]:
+        shell, sizes = arguments.reference, {"MICRO_BATCHES": arguments.micro_batches, "DEPTH": depth, "ROWS": rows}
+        for word, size in sizes.items():
+            shell = shell.replace(word, str(size))
+        full = throughput(f"full d{depth}", FULL, step, depth=depth, rows=rows)
+        return [full, Part(f"reference d{depth}", ["bash", "-c", shell], 150, last_json)]
+
+    def switched(name: str, line: str) -> Part:
+        path = out / f"{name.replace(' ', '_')}.py"
+        path.write_text(CONFIG.format(line=line))
+        return throughput(f"full d{depth}, {name}", str(path), step)
 
     run_dir = out / "run"
     train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
@@ -92,12 +122,10 @@ def parts_of(arguments: Arguments) -> list[Part]:
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
     chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={FULL}", f"--options={short}"]
     return [
-        *both(depth, rows),
-        throughput(f"full d{depth}, not deterministic", FULL, step, "--deterministic=False"),
-        throughput(f"full d{depth}, complete rows", FULL, step, "--model.window_pattern=L"),
-        Part("reference", ["bash", "-c", arguments.reference], 150, last_json),
+        *(part for sizes in zip(arguments.depths, arguments.rows) for part in compared(*sizes)),
+        *(switched(*switch) for switch in SWITCHES.items()),
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
-        *(part for sizes in list(zip(arguments.depths, arguments.rows))[1:] for part in both(*sizes)),
+        *(throughput(f"plain d{d}", PLAIN, step, depth=d, rows=n) for d, n in zip(arguments.depths, arguments.rows)),
         Part("train.py", train, 200, lambda _: of_run(run_dir)),
         *(throughput(f"plain d{depth}, {n} rows", PLAIN, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
         throughput(f"plain d{depth}, windows", PLAIN, step, "--model.window_pattern=SSSL"),
@@ -159,10 +187,13 @@ def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
     pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
-    pairs += [(name, "reference") for name in rate if "," not in name and name.startswith(("plain ", "full "))]
+    pairs += [(name, f"reference {name.split()[1]}") for name in rate if "," not in name and " d" in name]
     for name, other in pairs:
         if name in rate and other in rate:
             yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
+            loss, expected = (results[part].get("loss", 0.0) for part in (name, other))
+            if name.startswith(f"{other},") and abs(loss - expected) > 0.01 * expected:
+                yield f"{name}: its loss is {loss}, {other}'s {expected}; rounding alone differs less"
     if "train.py" in rate:
         yield f"a save delays train.py by {results['train.py']['seconds_of_a_save']:.2f} s"
     if killed := results["kill and resume"]:
@@ -174,9 +205,9 @@ def main() -> int:
     deadline, out = time.monotonic() + 60 * arguments.minutes, Path(arguments.out)
     if len(arguments.depths) != len(arguments.rows) or not arguments.rows:
         raise UserError(f"--rows={arguments.rows}: give as many as --depths={arguments.depths}")
+    out.mkdir(parents=True, exist_ok=True)
     parts = parts_of(arguments)
     names = [part.name for part in parts]
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "accelerator.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     here = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120, last_json), out / "device.log", 120)
@@ -187,7 +218,7 @@ def main() -> int:
         raise UserError(f"{path} was measured on {record['device']}; this machine has {device}: give another --out")
 
     def wanted(part: Part) -> bool:
-        if part.name == "reference" and not arguments.reference:
+        if part.name.startswith("reference") and not arguments.reference:
             return False
         before = record["parts"].get(part.name, {})
         return "result" not in before or before["command"] != shlex.join(part.command)

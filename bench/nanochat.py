@@ -133,6 +133,15 @@ def new_network(model: ModelConfig, length: int, dtype: str = "float32", compile
     return network
 
 
+def attention_of(device: str) -> str:
+    """Return what nanochat attends with. It falls back in silence, to a mask of length x length for its windows."""
+    from nanochat.flash_attention import USE_FA3  # pyright: ignore[reportMissingImports]
+
+    if USE_FA3:
+        return "FlashAttention 3"
+    return "torch's scaled_dot_product_attention" + ", SLOWER than FlashAttention 3" * (device == "cuda")
+
+
 class Trainer:
     """nanochat's network and optimizer, on a device."""
 
@@ -151,6 +160,7 @@ class Trainer:
         self.network = new(config.model).to(self.device)
         with torch.device("meta"):
             reference = new(network_of_depth(config.model, REFERENCE_DEPTH))
+        LOGGER.info("nanochat attends with %s", attention_of(self.device))
         size = lambda net: sum(net.num_scaling_params()[part] for part in ("transformer_matrices", "lm_head"))
         options = scaled(size(self.network), size(reference), config.batch.tokens_per_step)
         options |= {name: rate * arguments.rate_factor for name, rate in options.items() if name.endswith("_lr")}
@@ -182,12 +192,11 @@ class Trainer:
         """Return what was used, for the record."""
         import torch
         from nanochat.common import COMPUTE_DTYPE  # pyright: ignore[reportMissingImports]
-        from nanochat.flash_attention import USE_FA3  # pyright: ignore[reportMissingImports]
 
         device = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         parameters = sum(parameter.numel() for parameter in self.network.parameters())
         facts = {"device": device, "torch": torch.__version__, "dtype": str(COMPUTE_DTYPE).removeprefix("torch.")}
-        return facts | {"flash_attention_3": USE_FA3, "parameters": parameters}
+        return facts | {"attention": attention_of(self.device), "parameters": parameters}
 
     def wait(self) -> None:
         """Return when the device has done everything."""

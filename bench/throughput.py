@@ -85,10 +85,10 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = built.train_step.lower(state, batch).compile()
     compile_seconds = time.perf_counter() - start
-    seconds = []
+    seconds, metrics = [], {}
     for _ in range(WARMUP_STEPS + arguments.timed_steps):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(compiled(state, batch))
+        state, metrics = jax.block_until_ready(compiled(state, batch))
         seconds.append(time.perf_counter() - start)
     step_seconds = statistics.median(seconds[WARMUP_STEPS:])
     tokens_per_second = config.batch.tokens_per_step / step_seconds
@@ -108,6 +108,7 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
         "compile_seconds": round(compile_seconds, 1),
         "first_step_seconds": round(compile_seconds + seconds[0], 2),
         "step_seconds": round(step_seconds, 4),
+        "loss": round(float(metrics["loss"]), 4),
         "tokens_per_second": int(tokens_per_second),
         "mfu": round(tokens_per_second * flops / (peak * mesh.size), 4) if peak else None,
         "peak_gib": round(peak_memory_bytes(compiled) / 2**30, 2),

@@ -213,6 +213,8 @@ class MuonConfig:
     peak_rate: Positive[float] = 0.02
     """Learning rate that the schedule multiplies. For a matrix with more outputs than inputs, it is multiplied by the
     root of their ratio."""
+    products: InFile[Literal["float32", "fewer_passes"]] = "float32"
+    """Precision of the products. `fewer_passes`: three of bfloat16 on a TPU instead of six, three of TF32 on a GPU."""
     momentum: InFile[Decay] = 0.97
     """Decay of the first moment (Nesterov), after its own warmup and until the rate's warmdown."""
     momentum_start: InFile[Decay] = 0.85

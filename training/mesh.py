@@ -117,12 +117,18 @@ def xla_options(mesh: Mesh, deterministic: bool = True) -> dict[str, bool]:
     On a GPU: round to bfloat16 as the network asks. By default XLA drops such roundings, and keeps and reads float32
     copies of activations: 7 of 24 GiB, and 125 of 894 GB per step, at depth 12 (bench/LOG.md). With `deterministic`,
     also avoid kernels whose result may differ between executions, cuDNN's backward attention among them, and choose
-    kernels without timing them, so that another compilation gives the same bits (openxla.org/xla/determinism).
+    kernels without timing them, so that another compilation gives the same bits (openxla.org/xla/determinism). Matrix
+    products are cuBLAS's, not Triton's, as in MaxText: cuBLAS adds residuals and takes relu in the product, and its
+    kernels need no GPU to be chosen, so a program that is compiled elsewhere (tools/programs) is the one that runs.
     docs/checkpoints.md has the guarantees on other platforms.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}
-    return {"xla_allow_excess_precision": False, "xla_gpu_exclude_nondeterministic_ops": deterministic}
+    return {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_exclude_nondeterministic_ops": deterministic,
+        "xla_gpu_enable_triton_gemm": False,
+    }
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:

@@ -38,6 +38,9 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+FEWER_PASSES: dict[str, Any] = {"gpu": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "tpu": jax.lax.Precision.HIGH}
+"""Precision of products with `products=fewer_passes`, by platform; float32 on others."""
+
 
 class MuonState(NamedTuple):
     """Muon's state, float32."""
@@ -60,6 +63,9 @@ def muon(
     `rate`. The devices of `mesh` share the work; `layouts` describes how it stores the leaves, padding included. `init`
     takes matrices without padding."""
 
+    fewer = FEWER_PASSES.get(mesh.devices.flat[0].platform, jax.lax.Precision.HIGHEST)
+    precision = fewer if config.products == "fewer_passes" else jax.lax.Precision.HIGHEST
+
     def init(params: optax.Params) -> MuonState:
         def second(p: Array) -> Array:
             return jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
@@ -74,7 +80,7 @@ def muon(
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
         stored = structure.unflatten(layouts)
-        directions = structure.unflatten(orthogonalise_all(leaves, layouts, mesh))
+        directions = structure.unflatten(orthogonalise_all(leaves, layouts, mesh, precision))
         nu = jax.tree.map(
             lambda n, d, p: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, p.shape), n.shape),
             *(state.nu, directions, stored),
@@ -107,7 +113,10 @@ def momentum_at(
 
 
 def orthogonalise_all(
-    matrices: list[Float[Array, "..."]], layouts: Sequence[ShardLayout], mesh: Mesh
+    matrices: list[Float[Array, "..."]],
+    layouts: Sequence[ShardLayout],
+    mesh: Mesh,
+    precision: Any = jax.lax.Precision.HIGHEST,
 ) -> list[Float[Array, "..."]]:
     """Return an approximation of each matrix's nearest orthogonal one. Tall matrices are transposed. Those stored alike
     then make a stack, so stacking sends nothing, and all devices share the stack."""
@@ -124,18 +133,18 @@ def orthogonalise_all(
         if mesh.size > 1:
             stack = jnp.pad(stack, ((0, -len(indices) % mesh.size), (0, 0), (0, 0)))
             oriented = ShardLayout((0, *shape), (None,) * 3, (0, *stored), ((), *spec))
-            dealt = partial(orthogonalise_dealt, layout=oriented, mesh=mesh)
+            dealt = partial(orthogonalise_dealt, layout=oriented, mesh=mesh, precision=precision)
             specs = spec_of(oriented)
             stack = jax.shard_map(dealt, mesh=mesh, in_specs=specs, out_specs=specs)(stack)
         else:
-            stack = orthogonalise(stack)
+            stack = orthogonalise(stack, precision)
         for i, result in zip(indices, stack):
             results[i] = result.T if turn[i].step < 0 else result
     return results
 
 
 def orthogonalise_dealt(
-    x: Float[Array, "count short_share long_share"], layout: ShardLayout, mesh: Mesh
+    x: Float[Array, "count short_share long_share"], layout: ShardLayout, mesh: Mesh, precision: Any
 ) -> Float[Array, "count short_share long_share"]:
     """Orthogonalise, on one device: turn its shares of all matrices into some complete ones, orthogonalise these
     without padding, and turn them back into shares.
@@ -155,7 +164,8 @@ def orthogonalise_dealt(
     for axis in undivided:
         size = x.shape[0] // jax.lax.axis_size(axis)
         x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
-    x = resized(orthogonalise(resized(x, (len(x), *layout.shape[1:]))), (len(x), *layout.stored[1:]))
+    x = orthogonalise(resized(x, (len(x), *layout.shape[1:])), precision)
+    x = resized(x, (len(x), *layout.stored[1:]))
     for axis in reversed(undivided):
         x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
     if divided:
@@ -171,13 +181,15 @@ def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...
     return matrix * (jnp.linalg.norm(matrix) / math.sqrt(shape[1]) / jnp.maximum(norms, 1e-6))
 
 
-def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count short long"]:
+def orthogonalise(
+    x: Float[Array, "count short long"], precision: Any = jax.lax.Precision.HIGHEST
+) -> Float[Array, "count short long"]:
     """Bring singular values near 1 by Polar Express, then the Frobenius norm to the norm for singular values of 1.
-    Compute in float32 on every platform; nanochat uses bfloat16."""
+    Compute in float32 on every platform, unless `precision` says otherwise; nanochat uses bfloat16."""
     norm = partial(jnp.linalg.norm, axis=(1, 2), keepdims=True)
     x = x / (1.01 * norm(x) + 1e-6)
     # Five iterations amplify rounding: in bfloat16, gradients that differ by 1e-6 give updates that differ by 3%.
-    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    product = partial(jnp.matmul, precision=precision)
 
     def iterate(x: Array, coefficients: Array) -> tuple[Array, None]:
         a, b, c = coefficients

@@ -1,6 +1,7 @@
 """Test the commands of the program for a day with an accelerator, and that it ends what it started."""
 
 import importlib
+import json
 import shlex
 import sys
 
@@ -12,10 +13,10 @@ from configs.command_line import parse, parse_arguments
 
 def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     parts = accelerator.parts_of(accelerator.Arguments(out=str(tmp_path), options="--mesh.fsdp=2"))
-    assert [part.name for part in parts[:2]] == ["plain d12", "full d12"]
+    assert [part.name for part in parts[:4]] == ["full d12", "reference d12", "full d20", "reference d20"]
     assert {part.name for part in parts} >= {"full d20", "kill and resume", "train.py", "plain d12, 8 rows"}
     for part in parts:
-        if part.name in ("reference", "kill and resume"):
+        if part.name.startswith(("reference", "kill and resume")):
             continue
         _, *program, config = part.command[: [word[:9] for word in part.command].index("--config=") + 1]
         module = importlib.import_module(program[-1].removesuffix(".py"))
@@ -26,3 +27,29 @@ def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     arguments = parse_arguments(None, bench.chaos.Arguments)
     config, _ = parse(None, train.Arguments, [f"--config={arguments.config}", *shlex.split(arguments.options)])
     assert config.mesh.fsdp == 2 and config.model.depth == 4 and config.batch.tokens_per_step == 65536
+
+
+def test_it_stops_at_its_limit_and_continues_to_the_end(monkeypatch, tmp_path, capsys):
+    """Stand-ins print what the programs print. A part starts only if its own limit still fits."""
+    real, out = accelerator.parts_of, str(tmp_path / "out")
+
+    def stand_ins(arguments):
+        result = {"tokens_per_second": 100, "loss": 7.0, "seconds_of_a_save": 1.0, "faults": 3}
+        results = {part.name: dict(result) for part in real(arguments)}
+        results["full d12, gradients in 4 splits"] |= {"tokens_per_second": 110, "loss": 8.0}
+        parts = [part._replace(read=accelerator.last_json) for part in real(arguments)]
+        return [part._replace(command=["echo", json.dumps(results[part.name])]) for part in parts]
+
+    monkeypatch.setattr(accelerator, "parts_of", stand_ins)
+    monkeypatch.setattr(accelerator, "DEVICE", 'print(\'{"device": "stand-in", "devices": 1, "jax": "0"}\')')
+    words = ["accelerator", f"--out={out}", "--reference=true"]
+    monkeypatch.setattr(sys, "argv", [*words, "--minutes=3"])
+    assert accelerator.main() == 0
+    assert "no time yet for kill and resume" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", words)
+    assert accelerator.main() == 0
+    text = capsys.readouterr().out
+    assert text.startswith("kill and resume ...\n") and "no time" not in text and text.count(" ...\n") == 2
+    assert "full d12, gradients in 4 splits: 1.100 of the tokens a second of full d12" in text
+    assert "gradients in 4 splits: its loss is 8.0, full d12's 7.0" in text
+    assert "full d20: 1.000 of the tokens a second of reference d20" in text and "| plain d20 | 100 |" in text
