@@ -187,7 +187,7 @@ def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
     pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
-    pairs += [(name, f"reference {name.split()[1]}") for name in rate if "," not in name and " d" in name]
+    pairs += [(name, f"reference {name.split()[1]}") for name in rate if name.startswith("full ") and "," not in name]
     for name, other in pairs:
         if name in rate and other in rate:
             yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
