@@ -32,11 +32,11 @@ from tests.helpers import tiny_config
 from tests.run.test_checkpoint import KEEP_ALL, saved, state_on
 
 FREE = {
-    *("name", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
+    *("name", "ratio", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
     *(f"checkpoint.{name}" for name in ("every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("source", "tokenizer", "workers")),
-    *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens")),
-    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds"),
+    *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens", "tasks", "bundle", "items")),
+    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds", "optimizer.batch_factor"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
