@@ -112,7 +112,7 @@ def _say(what: str, state: RetryCallState) -> None:
 
 def first_line(error: BaseException | None) -> str:
     """Return an exception in one line, for messages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
 
 
 def permission_hint(error: Exception) -> str:
