@@ -59,7 +59,8 @@ def other(config: Any, name: str) -> Any:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     choices = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
     added = "x" if isinstance(value, str) else ("x",) if value == () else 1
-    return with_options(config, {name: ([choice for choice in choices if choice != value] or [value + added])[0]})
+    others = [choice for choice in choices if choice != value] or [1 if value is None else value + added]
+    return with_options(config, {name: others[0]})
 
 
 @pytest.fixture
