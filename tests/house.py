@@ -15,7 +15,7 @@ from configs.schema import Config, Role, hints
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
     "lines outside tests": 19_810,
-    "lines of tests": 15_760,
+    "lines of tests": 15_770,
     "lines of train.py": 150,
     "names that train.py imports": 32,
     "modules that train.py needs": 59,

@@ -67,6 +67,20 @@ def test_two_processes_give_the_answers_of_one_to_core(folder, one_device, monke
         assert theirs[key] == pytest.approx(losses, abs=1e-4), key
 
 
+SLOW = """
+import os, runpy, sys, time
+import data.loader
+batches = data.loader.train_batches
+def slow_batches(*arguments):
+    for batch in batches(*arguments):
+        time.sleep(0.5)
+        yield batch
+if os.environ["JAX_PROCESS_ID"] == "1":
+    data.loader.train_batches = slow_batches
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_a_slow_host_is_named_at_each_logged_step(folder):  # noqa: F811
     (folder / "slow.py").write_text(SLOW)
