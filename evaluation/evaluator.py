@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -130,11 +131,7 @@ def continuations(
     seeds = np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).astype(np.int32)
     options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
     filled = np.asarray(generate(params, buffer, lengths, seeds, **options)).tolist()
-
-    def ended(ids: list[int]) -> list[int]:
-        return ids[: ids.index(tokenizer.bos)] if tokenizer.bos in ids else ids
-
-    new = [ended(row[len(ids) : len(ids) + tokens]) for row, ids in zip(filled, prompts)]
+    new = [takewhile(lambda i: i != tokenizer.bos, row[len(ids) :][:tokens]) for row, ids in zip(filled, prompts)]
     return [tokenizer.decode([*ids[1:], *more]) for ids, more in zip(prompts, new)]
 
 

@@ -267,11 +267,8 @@ def dropout(
     A row's mask is a function of its key and of `place`, the number of this dropout in the network."""
     if keys is None:
         return x
-
-    def drawn(key: Array) -> Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:])
-
-    return jnp.where(jax.vmap(drawn)(keys), x / (1 - rate), 0)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(kept, x / (1 - rate), 0)
 
 
 class Scalars(nnx.Module):
