@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import train
 from configs.command_line import Exit
-from configs.messages import LOGGER
 from configs.schema import Config, FilePath
 from hosts.distributed import on_first_process
 from hosts.runtime import run_command
@@ -23,7 +22,7 @@ from run.clock import Profile, Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
 from run.record import scores
-from train import is_due
+from train import evaluate_if_due, is_due, save_if_due
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,7 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
             log.step(step, {**metrics, **figures})
             profile.after(step, state)
 
-            if is_due(step, config.log.every_steps):
-                checkpoints.poll()
-            if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
-                log.read()
-                with log.paused("saving", "saves"):
-                    checkpoints.save(step, state, {**log.facts(step), **origin})
+            save_if_due(step, state, checkpoints, log, origin)
             evaluate_if_due(step, state.params, rollouts, log, stop)
         log.read()
         stopped = stop.agreed()
@@ -94,24 +88,6 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
-
-
-def evaluate_if_due(step: int, params: dict, rollouts: Rollouts, log: RewardLog, stop: Stop) -> None:
-    """Measure pass@1 and pass@k on held-out questions after `step`, if that is due. A request to stop ends it, and the
-    next start repeats it. Every process must call it."""
-    config = log.config
-    if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
-        return
-    log.read()
-    with log.clock.paused(), log.paused("an evaluation", "evaluation"):
-        results = rollouts.evaluate(params, stop.agreed)
-    if results is not None:
-        log.write(step, results)
-        once, several = results["pass_at_1_interval"], results["pass_at_k_interval"]
-        LOGGER.info(
-            f"step {step}: pass@1 {results['pass_at_1']:.3f} ({once['low']:.3f} to {once['high']:.3f}), "
-            f"pass@{results['k']} {results['pass_at_k']:.3f} ({several['low']:.3f} to {several['high']:.3f})"
-        )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from run.folder import RunLock
 from run.log import MetricsLog
 from run.notify import notify_of_failure
 from run.record import scores
+from run.saver import Saver
+from training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,7 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Ex
             log.step(step, metrics)  # reads the step before, while the devices compute this one
             profile.after(step, state)
 
-            if is_due(step, config.log.every_steps):
-                checkpoints.poll()
-            save_is_due = step == config.steps or is_due(step, config.checkpoint.every_steps)
-            if save_is_due or checkpoints.overdue:
-                log.read()  # a checkpoint's metrics are on record before it
-                with log.paused("saving", "saves"):
-                    checkpoints.save(step, state, {**log.facts(step), **origin})
+            save_if_due(step, state, checkpoints, log, origin)
             evaluate_if_due(step, state.params, evaluator, log, stop)
         log.read()
         stopped = stop.agreed()
@@ -104,9 +100,20 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluate_if_due(step: int, params: dict, evaluator: Evaluator, log: MetricsLog, stop: Stop) -> None:
-    """Evaluate the network after `step`, with samples, if that is due. A request to stop ends an evaluation, and the
-    next start repeats it. Every process must call it."""
+def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog, origin: dict) -> None:
+    """Save the state after `step` if that is due, and count a save that ended. Every process must call it."""
+    config = log.config
+    if is_due(step, config.log.every_steps):
+        checkpoints.poll()
+    if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
+        log.read()  # a checkpoint's metrics are on record before it
+        with log.paused("saving", "saves"):
+            checkpoints.save(step, state, {**log.facts(step), **origin})
+
+
+def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLog, stop: Stop) -> None:
+    """Evaluate the network after `step` by `evaluator(params, should_stop)`, if that is due. A request to stop ends an
+    evaluation, and the next start repeats it. Every process must call it."""
     config = log.config
     if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
         return

@@ -32,6 +32,7 @@ from configs.validation import resolved
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax
+from reinforcement.rollouts import whole_to_devices
 from tools.programs.compiled import compile_step
 from training.build import Build, build
 from training.state import TrainState, stored_as
@@ -117,8 +118,7 @@ def batch_of(built: Build, step: int) -> Batch:
     batch["weights"] *= np.arange(length) < valid[:, None]
     if config.name == "reinforce":
         batch["weights"] *= generator.choice(np.array([-0.25, 0.75], np.float32), (rows, 1))
-    place = lambda array: jax.make_array_from_callback(shape, built.batch_sharding, array.reshape(shape).__getitem__)
-    return {name: place(array) for name, array in batch.items()}  # pyright: ignore[reportReturnType]
+    return whole_to_devices(batch, shape, built.batch_sharding)
 
 
 @cache

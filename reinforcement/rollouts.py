@@ -5,11 +5,13 @@ function of the parameters, too: nothing is saved.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float
 
 from configs.schema import Config, with_options
@@ -37,7 +39,8 @@ class Rollout(NamedTuple):
 
 
 class Rollouts:
-    """A task's questions, and an engine that answers them on the run's mesh. Every process must call its methods."""
+    """A task's questions, and an engine that answers them on the run's mesh. Called with parameters, it returns the
+    figures of an evaluation. Every process must call its methods."""
 
     def __init__(self, built: Build, task: Task, tokenizer: TextTokenizer, params: dict):
         """Compile for the parameters' shapes. `params` are the state's."""
@@ -96,17 +99,14 @@ class Rollouts:
             drawn = [*answer.drawn[: len(answer.tokens)], *(True for _ in answer.end)]
             arrays["weights"][row, start + len(rollout.prompt) - 1 :][: len(drawn)] = weight * np.array(drawn)
         arrays["segment_ids"] = np.cumsum(arrays["inputs"] == bos, axis=-1, dtype=np.int32)
-        place_rows: Any = lambda array: jax.make_array_from_callback(
-            built.batch_shape, built.batch_sharding, array.reshape(built.batch_shape).__getitem__
-        )
-        return {name: place_rows(array) for name, array in arrays.items()}  # pyright: ignore[reportReturnType]
+        return whole_to_devices(arrays, built.batch_shape, built.batch_sharding)
 
     def entropy(self, params: dict, rollouts: Sequence[Rollout]) -> float:
         """Return the mean of -log p of the drawn tokens. With temperature 1 it estimates the policy's entropy."""
         losses, counts = self.built.eval_step(params, self.batch(rollouts, np.ones(len(rollouts), np.float32)))
         return float(np.sum(np.asarray(losses), dtype=np.float64) / np.asarray(counts).sum())
 
-    def evaluate(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Return pass@1 (greedy) and pass@k of `samples` draws on the held-out problems, each with its interval of 95%,
         and some answers; None once `should_stop()`."""
         samples = self.config.reinforce.samples
@@ -120,6 +120,12 @@ class Rollouts:
         shown = [f"reward {one.reward:g}: {one.problem.question}\n{one.text}" for one in greedy[:SHOWN]]
         ones = figures_of("pass_at_1", np.array([one.reward for one in greedy]) == 1)
         return ones | figures_of("pass_at_k", right) | {"k": samples, "samples": shown}
+
+
+def whole_to_devices(batch: dict[str, np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Return a batch that every process has whole as the global arrays [K, B, T]."""
+    place = partial(jax.make_array_from_callback, shape, sharding)
+    return {name: place(array.reshape(shape).__getitem__) for name, array in batch.items()}
 
 
 def prompt_of(tokenizer: TextTokenizer, problem: Problem) -> list[int]:

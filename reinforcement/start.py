@@ -68,6 +68,15 @@ class RewardLog(MetricsLog):
     def shown(self, line: dict) -> str:
         return f"reward {line['reward']:.3f}"
 
+    def evaluation(self, step: int, results: dict) -> None:
+        """Write the results of an evaluation on held-out questions."""
+        self.write(step, results)
+        once, several = results["pass_at_1_interval"], results["pass_at_k_interval"]
+        LOGGER.info(
+            f"step {step}: pass@1 {results['pass_at_1']:.3f} ({once['low']:.3f} to {once['high']:.3f}), "
+            f"pass@{results['k']} {results['pass_at_k']:.3f} ({several['low']:.3f} to {several['high']:.3f})"
+        )
+
     def _report_spike(self, step: int, loss: float) -> None:
         """Report nothing: advantages sum to zero, so a loss has no size."""
 
