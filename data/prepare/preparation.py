@@ -32,6 +32,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 
 FORMAT = 4  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
+MORE_TOKENS = 1.5  # times its own text's tokens per byte, at which a given tokenizer is called another text's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +177,30 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
     if lost := tokenizer.text_lost(texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
+    tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
+    own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
+    if own and here > MORE_TOKENS * own:
+        print(
+            f"--tokenizer={name} takes {here:.3f} tokens for a byte of {corpus.source}, and {own:.3f} of its own text: "
+            "one that is trained on both takes fewer (docs/data.md: two languages)",
+            file=sys.stderr,
+        )
     if corpus.conversations and tokenizer.missing_chat_tokens:
         lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
         ids = f"ids {lacking:,} to {tokenizer.vocab_size - 1:,} are added"
         print(f"{name} lacks special tokens of conversations: {ids} to the dataset's copy", file=sys.stderr)
     return tokenizer
+
+
+def _tokens_per_byte(tokenizer: Path) -> float:
+    """Return the tokens for a byte of the text that a dataset's tokenizer was trained on; 0 if that is not known."""
+    folder = (tokenizer if tokenizer.is_dir() else tokenizer.parent).parent
+    if not (folder / "dataset.json").exists():
+        return 0.0
+    facts = read_record(folder)
+    made_from = facts["made_from"]
+    is_own = facts["complete"] and not made_from["tokenizer"] and not made_from.get("conversations")
+    return facts["train"]["tokens"] / facts["train"]["bytes"] if is_own else 0.0
 
 
 def _complete(corpus: Corpus, out: Path, facts: dict) -> None:

@@ -105,12 +105,21 @@ def test_a_given_tokenizer_is_used_unchanged(settings, tmp_path):
     assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
-def test_several_sources_and_patterns_are_on_record(tmp_path):
-    sources = [write_files(tmp_path / name, {f"{i}.txt": name * 99 + str(i) for i in range(9)}) for name in "ab"]
-    for _ in range(2):
-        prepare(Preparation(source=tuple(sources), vocab_size=266, exclude=("*.md",)), tmp_path / "both")
-    made_from = facts_of(tmp_path / "both")["made_from"]
-    assert made_from["source"] == sources and made_from["exclude"] == ["*.md"]
+def test_a_tokenizer_of_another_language_is_called_one(tmp_path, capfd):
+    texts = lambda first: {f"{i}.txt": "".join(chr(first + j * (j + i) % 90) for j in range(900)) for i in range(20)}
+    korean, arabic = (write_files(tmp_path / name, texts(first)) for name, first in (("ko", 44032), ("ar", 1569)))
+    prepare(Preparation(source=arabic, vocab_size=400), tmp_path / "arabic")
+    tokenizer = f"{tmp_path}/arabic/tokenizer"
+    for source, warned in ((arabic, False), (korean, True)):
+        prepare(Preparation(source=source, tokenizer=tokenizer), tmp_path / f"out{warned}")
+        said = capfd.readouterr().err
+        assert (f"--tokenizer={tokenizer} takes 1.0" in said) == warned == ("tokens for a byte of" in said)
+    prepare(Preparation(source=(korean, arabic), vocab_size=400, exclude=("*.md",)), tmp_path / "both")
+    both = facts_of(tmp_path / "both")
+    assert both["made_from"]["source"] == [korean, arabic] and both["made_from"]["exclude"] == ["*.md"]
+    prepare(Preparation(source=(korean, arabic), vocab_size=400, exclude=("*.md",)), tmp_path / "both")
+    prepare(Preparation(source=korean, tokenizer=f"{tmp_path}/both/tokenizer"), tmp_path / "korean")
+    assert "tokens for a byte of" not in capfd.readouterr().err
 
 
 def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, monkeypatch):
