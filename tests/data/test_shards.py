@@ -50,12 +50,16 @@ def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
     assert np.load(tmp_path / "x.starts.npy").tolist() == [0, 3]
 
 
+def cut_off(path: Path, size: int | None) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if size:
+        path.write_bytes(content[:size])
+
+
 @pytest.mark.parametrize(("size", "message"), [(-1, "is damaged: "), (None, "cannot be read: No such file")])
 def test_an_incomplete_shard_is_refused_by_name(shard, size, message):
-    content = shard.read_bytes()
-    shard.unlink()
-    if size:
-        shard.write_bytes(content[:size])
+    cut_off(shard, size)
     with pytest.raises(UserError, match=f"{shard} {message}"):
         Shard(shard)
 
@@ -89,10 +93,7 @@ def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
 @pytest.mark.parametrize("cut", [31, -1, None])
 def test_a_damaged_sidecar_is_named(shard, cut):
     sidecar = shard.with_suffix(".blocks")
-    content = sidecar.read_bytes()
-    sidecar.unlink()
-    if cut:
-        sidecar.write_bytes(content[:cut])
+    cut_off(sidecar, cut)
     with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; bring it back"):
         Shard(shard)
 

@@ -125,7 +125,6 @@ def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
 
 
 def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(asked, monkeypatch):
-    """The other processes may not have run out: without a record, each start would end so again."""
     compiling(monkeypatch, lambda rows: 800 + 100 * rows)
     Path(asked.run_dir).mkdir()
     fitting, built = Fitting(asked, limit(4200)), module.build(with_options(asked, {"batch.rows_per_device": 32}))

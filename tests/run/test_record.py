@@ -1,8 +1,8 @@
 """Test a run's record: events.jsonl keeps what is appended, what it says of batches and saved steps, and a bucket."""
 
 import shutil
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,11 +119,8 @@ def test_two_threads_upload_one_after_the_other(monkeypatch):
         inside.pop()
 
     monkeypatch.setattr("run.record._upload", slow)
-    threads = [threading.Thread(target=upload, args=[RUN]) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(upload, [RUN] * 3))
     assert most == [1, 1, 1]
 
 

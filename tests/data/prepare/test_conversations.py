@@ -158,10 +158,9 @@ def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
 def write_library(root: Path, monkeypatch) -> None:
     """Make four modules that stand for Python's standard library."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(root))
-    for folder in ("package", "ctypes/test"):
-        (root / folder).mkdir(parents=True)
     for name in ("a", "b", "package/__init__", "package/c", "ctypes/test/d"):
         functions = "".join(f'def f{i}(x: int) -> int:\n    """Return {i} + x, for {name}."""\n' for i in range(9))
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / f"{name}.py").write_text(f'"""About {name}."""\n{functions}')
 
 
