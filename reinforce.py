@@ -22,7 +22,6 @@ from run.clock import Profile, Times
 from run.fitting import Fitting, refuse_what_does_not_fit
 from run.folder import RunLock
 from run.record import scores
-from train import evaluate_if_due, is_due, save_if_due
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
     in_loop = stop.deferred_signals()
     with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
         if not on_first_process(lambda: step in scores(config.run_dir, "pass_at_1")):
-            evaluate_if_due(step, state.params, rollouts, log, stop)
+            train.evaluate_if_due(step, state.params, rollouts, log, stop)
         while step < config.steps and not stop.agreed():
             profile.before(step + 1, state)
             log.watchdog.dispatch(step + 1)
@@ -72,15 +71,15 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
             weights, left_out = advantages(answers, config.reinforce.samples)
             figures = {"reward": sum(one.reward for one in answers) / len(answers), "left_out": left_out}
             figures["tokens_per_answer"] = sum(len(one.answer.tokens) for one in answers) / len(answers)
-            if is_due(step + 1, config.log.every_steps):
+            if train.is_due(step + 1, config.log.every_steps):
                 figures["entropy"] = rollouts.entropy(state.params, answers)
             state, metrics = train_step(state, rollouts.batch(answers, weights))
             step += 1
             log.step(step, {**metrics, **figures})
             profile.after(step, state)
 
-            save_if_due(step, state, checkpoints, log, origin)
-            evaluate_if_due(step, state.params, rollouts, log, stop)
+            train.save_if_due(step, state, checkpoints, log, origin)
+            train.evaluate_if_due(step, state.params, rollouts, log, stop)
         log.read()
         stopped = stop.agreed()
         with log.paused("saving", "saves"):

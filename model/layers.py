@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, reduce_scatter_fsdp, tensor_index
@@ -275,9 +274,7 @@ class Scalars(nnx.Module):
     """Numbers that multiply the residual stream, equal on every device."""
 
     def __init__(self, values: Sequence[float] | np.ndarray, *, group: str, rngs: nnx.Rngs | None):
-        def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-            return jnp.array(values, dtype)
-
+        init = jax.nn.initializers.constant(np.asarray(values))
         self.values = parameter(init, (len(values),), axes=(None,), group=group, rngs=rngs)
 
     def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

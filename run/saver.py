@@ -1,8 +1,7 @@
 """Saving the state with Orbax, asynchronously and sharded.
 
-Orbax's CheckpointManager has barriers over the devices, inside a save: after a write that failed on one process, the
-others meet its next barrier, and no later save completes (bench/LOG.md). So this module uses Orbax's handlers, which
-have none. The processes agree through JAX's coordination service.
+Orbax's CheckpointManager has barriers inside a save: after a write that failed on one process, no later save completes
+(bench/LOG.md). So this module uses Orbax's handlers, which have none. The processes agree through JAX's service.
 
 This module deletes old checkpoints itself. Orbax would delete in place: a kill would leave a part of a checkpoint under
 a checkpoint's name. A failed deletion (a bucket may forbid it) would fail the save before it.
