@@ -280,7 +280,7 @@ class MeshConfig:
 
 
 DATA_AXES = ("data_across", "data_major", "data_minor")
-"""The axes of JAX's mesh that make up `data`: between slices or nodes, and two inside one (training/layout.py)."""
+"""The axes of JAX's mesh that make up `data`: between slices or nodes, and two inside one (training/mesh.py)."""
 BATCH_AXES = (*DATA_AXES, "fsdp")
 """The axes of JAX's mesh that the rows of a batch are divided over."""
 

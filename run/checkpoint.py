@@ -35,8 +35,8 @@ from configs.retry import StorageLost, causes, first_line, is_transient, permiss
 from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.record import reading, storage_path
-from training.layout import padded
 from training.optimizer import path_name
+from training.shares import padded
 from training.state import TrainState
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
@@ -261,7 +261,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
-    """Return the shape in which a mesh stores an array (`training.layout.ShardLayout`)."""
+    """Return the shape in which a mesh stores an array (`training.shares.ShardLayout`)."""
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     axes = [(names,) if isinstance(names, str) else names or () for names in spec]
     return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

@@ -6,15 +6,15 @@
     tensor   heads, MLP width and vocabulary are divided over it
 
 Parameters and optimizer state are also divided over `data` (ZeRO stage 1, arXiv:1910.02054), whatever their sizes
-(`training.layout.place`). Complete replicas exist only within a step, in the compute type.
+(training/shares.py). Complete replicas exist only within a step, in the compute type.
 
 `data` spans several TPU slices or GPU nodes. `fsdp` and `tensor` stay inside one, on its fast links, as far as they
 fit.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from math import gcd, isqrt, prod
 from typing import Any
 
 import jax
@@ -25,8 +25,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, ModelConfig, UserError
 from model.gpt import map_parameters
-from training.layout import AXES, ShardLayout, data_parts, inside, mesh_shape, shard_layout, step_shape
+from training.shares import ShardLayout, shard_layout
 
+AXES = ("data", "fsdp", "tensor")
+"""The axes that a user names."""
 ROWS = PartitionSpec(None, BATCH_AXES)
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
 
@@ -43,6 +45,28 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         across, ordered = shape[0] // inside(shape, len(groups[0]))[0], arrange(shape, groups)
     parts = data_parts(shape[0], across)
     return Mesh(ordered.reshape(*parts, *shape[1:]), (*DATA_AXES, *AXES[1:]), axis_types=(AxisType.Auto,) * 5)
+
+
+def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, int, int]:
+    """Return `(data, fsdp, tensor)` of a mesh of these devices, `described` in the message. Raise UserError, with what
+    would work, if the product is another number."""
+    inner = config.fsdp * config.tensor
+    data = devices // inner if config.data == -1 else config.data
+    if data * inner != devices:
+        works = f"{devices // inner} or -1" if devices % inner == 0 else "-1, and fsdp x tensor that divide them"
+        raise UserError(
+            f"--mesh.data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not fit the {described}; "
+            f"use --mesh.data={works}"
+        )
+    return data, config.fsdp, config.tensor
+
+
+def data_parts(data: int, across: int) -> tuple[int, int, int]:
+    """Return the sizes of the axes `DATA_AXES`, whose product is `data`: `across` slices or nodes, and the rest as two
+    factors as equal as possible, which two dimensions of a matrix can share."""
+    within = data // across
+    minor = max(size for size in range(1, isqrt(within) + 1) if within % size == 0)
+    return across, within // minor, minor
 
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
@@ -81,6 +105,15 @@ def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.
         process_is_granule=by_process,
         allow_split_physical_axes=groups[0][0].device_kind in ("TPU v5 lite", "TPU v5e"),  # as in jax.make_mesh
     )
+
+
+def inside(shape: tuple[int, int, int], size: int) -> tuple[int, int, int]:
+    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside a group of `size` devices: `tensor` as far as
+    it fits, then `fsdp`; `data` takes the rest, and crosses device groups."""
+    _, fsdp, tensor = shape
+    tensor_inside = gcd(tensor, size)
+    fsdp_inside = gcd(fsdp, size // tensor_inside)
+    return size // (tensor_inside * fsdp_inside), fsdp_inside, tensor_inside
 
 
 def batch_devices(mesh: Mesh) -> int:
@@ -131,8 +164,40 @@ def xla_options(mesh: Mesh, deterministic: bool = True) -> dict[str, bool]:
     }
 
 
+def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+    """Return `(K, B, T)` of a step's arrays: K micro-batches of B rows (over the mesh) of T tokens. The step has
+    `config.tokens_per_step`. With `rows_per_device=auto` it is one micro-batch.
+
+    Raise UserError, with the sizes that would work, if the step's rows do not divide.
+    """
+    replicas = sizes["data"] * sizes["fsdp"]
+    rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
+    here = rows if config.rows_per_device == "auto" else config.rows_per_device
+    shares = [n for n in range(1, rows // replicas + here + 1) if n <= here or n % here == 0]
+    below = [n * unit for n in shares if n * replicas <= rows][-1:]
+    above = [n * unit for n in shares if n * replicas > rows][:1]
+    works = " or ".join(map(str, below + above))
+    size = config.tokens_per_step
+    option = f"--batch.tokens_per_step={size}"
+    if rows % replicas:
+        raise UserError(
+            f"{option} is {rows} rows of {config.sequence_length} tokens, "
+            f"which {replicas} devices cannot share evenly; nearest that would work: {works}"
+        )
+    share = rows // replicas
+    here = min(here, share)
+    if share % here:
+        raise UserError(
+            f"--batch.rows_per_device={config.rows_per_device} does not divide the {share} rows a step that each of "
+            f"{replicas} device(s) gets from {option}; "
+            f"rows_per_device that would work: {[n for n in range(1, share + 1) if share % n == 0]}; "
+            f"or tokens_per_step: {works}"
+        )
+    return share // here, here * replicas, config.sequence_length
+
+
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """Return `(K, B, T)` of a step's arrays (`training.layout.step_shape`)."""
+    """Return `(K, B, T)` of a step's arrays (`step_shape`)."""
     return step_shape(config, sizes_of(mesh))
 
 
@@ -142,7 +207,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_layouts(config: ModelConfig, mesh: Mesh) -> dict:
-    """Return a tree like the parameters', with each one's storage on the mesh (`training.layout.ShardLayout`)."""
+    """Return a tree like the parameters', with each one's storage on the mesh (`training.shares.ShardLayout`)."""
     return map_parameters(lambda param: shard_layout(param.shape, param.get_metadata("axes"), mesh.shape), config)
 
 

@@ -1,7 +1,9 @@
-"""Conversion between a device's shares of the parameters, as the mesh stores them, and the network's arrays."""
+"""The storage of parameters on a mesh, in a share for each device, and its conversion to the network's arrays."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -13,9 +15,65 @@ from jaxtyping import Array, Float
 
 from configs.schema import DATA_AXES
 from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
-from training.layout import ShardLayout
 
 ACROSS, WITHIN = DATA_AXES[0], DATA_AXES[1:]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Storage of a parameter, or of its moment, on a mesh: divided over every axis, with zeros as padding at the end of
+    a dimension that the axes do not divide."""
+
+    shape: tuple[int, ...]
+    """Without padding."""
+    axes: tuple[str | None, ...]
+    """For each dimension, the axis over which the network divides it."""
+    stored: tuple[int, ...]
+    """With padding."""
+    spec: tuple[tuple[str, ...], ...]
+    """For each dimension, all axes that divide it, the major one first."""
+
+    def dimension(self, axis: str) -> int:
+        """Return the dimension that an axis of the mesh divides."""
+        return next(i for i, names in enumerate(self.spec) if axis in names)
+
+
+def shard_layout(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> ShardLayout:
+    """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
+
+    Every axis of `DATA_AXES` divides one dimension. The least padded way is taken; padding below 1% counts as none.
+    Ties prefer no padding in dimensions that `axes` divides, then the fewest divided dimensions, then the longest
+    dimension. Single numbers are replicated.
+    """
+    if not shape:
+        return ShardLayout((), (), (), ())
+
+    def way(dimensions: tuple[int, ...]) -> ShardLayout:
+        names = [
+            ((axis,) if axis else ())
+            + tuple(name for name, at in zip((*DATA_AXES[1:], DATA_AXES[0]), dimensions) if at == i)
+            for i, axis in enumerate(axes)
+        ]
+        stored = tuple(padded(size, prod(sizes[name] for name in divided)) for size, divided in zip(shape, names))
+        return ShardLayout(shape, axes, stored, tuple(names))
+
+    def cost(candidate: ShardLayout) -> tuple[float, int, int, int, int]:
+        shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
+        along = [candidate.dimension(axis) for axis in DATA_AXES if sizes[axis] > 1]
+        # Padding moves the borders between devices along an axis that divides the dimension, too.
+        moved = sum(
+            stored > size and axis is not None and sizes[axis] > 1
+            for size, stored, axis in zip(shape, candidate.stored, axes)
+        )
+        size = prod(candidate.stored)
+        return max(1.0 * size, 1.01 * prod(shape)), moved, len(set(along)), size, -sum(shares[i] for i in along)
+
+    return min(map(way, product(range(len(shape)), repeat=len(DATA_AXES))), key=cost)
+
+
+def padded(size: int, divisor: int) -> int:
+    """Return the smallest multiple of `divisor` that is at least `size`."""
+    return -(-size // divisor) * divisor
 
 
 def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:

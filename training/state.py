@@ -17,9 +17,9 @@ from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
-from training.layout import ShardLayout, shard_layout
 from training.mesh import parameter_layouts, resized, spec_of
 from training.optimizer import path_name
+from training.shares import ShardLayout, shard_layout
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Steps so far, skipped ones included: the number of the next batch and of its learning rates."""
     params: dict
-    """Float32 parameters, a tree of arrays, padded with zeros for the mesh (`training.layout.ShardLayout`)."""
+    """Float32 parameters, a tree of arrays, padded with zeros for the mesh (`training.shares.ShardLayout`)."""
     opt_state: optax.OptState
     """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]

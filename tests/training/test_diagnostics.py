@@ -14,10 +14,10 @@ from configs.schema import Config, GroupConfig, MeshConfig, MuonConfig, with_opt
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
 from training.diagnostics import signal_and_noise
-from training.layout import ShardLayout
 from training.mesh import parameter_layouts, resized
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
+from training.shares import ShardLayout
 from training.state import TrainState, split_model, stored_as
 from training.step import Squares
 

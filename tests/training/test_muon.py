@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
-from training.layout import shard_layout
 from training.mesh import make_mesh, resized, spec_of
 from training.muon import momentum_at, muon, orthogonalise_all
+from training.shares import shard_layout
 
 CONFIG, CONSTANT = MuonConfig(), ScheduleConfig("constant")
 
