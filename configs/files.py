@@ -1,11 +1,42 @@
-"""Atomic writes, buckets, and the cache folder."""
+"""Files on disks and in buckets: atomic writes, the cache folder, and retries of errors that may pass."""
 
+import errno
 import os
+import re
+import ssl
+import sys
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_all,
+    wait_random_exponential,
+)
 
 from configs.schema import UserError
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 300  # retries of a failing disk or store last this long
+LONGEST_PAUSE = 30  # seconds between attempts
+# Errors of file systems that persist until somebody changes something.
+LASTING = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
+}
+# Errors of tensorstore, which are all ValueErrors that begin with a status.
+PASSING = re.compile(
+    "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
+)
+
+CLIENTS = ("aiohttp", "google.auth", "httpx")  # libraries whose errors without a status are the network's
 
 
 def cache_dir() -> Path:
@@ -66,3 +97,92 @@ def shown_bytes(count: float) -> str:
     """Return a size on a disk: 24.0 kB, 0.3 MB, 3.1 GB."""
     unit = next((unit for unit in (1e9, 1e6) if count >= unit / 10), 1e3)
     return f"{count / unit:.1f} {({1e9: 'GB', 1e6: 'MB', 1e3: 'kB'})[unit]}"
+
+
+class StorageLost(Exception):
+    """A disk or a store failed for longer than retries last: start all processes again."""
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Return the exception and its causes."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return chain
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status in an error, as gcsfs, aiohttp and the hub's client keep it, or None."""
+    response = getattr(error, "response", None)
+    kept = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
+    return next((int(str(status)) for status in kept if str(status).isdigit()), None)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed later: an error of the disk, the store or the network."""
+    chain = causes(error)
+    certificate = any(isinstance(cause, ssl.CertificateError) for cause in chain)
+    return not certificate and any(_is_transient(cause) for cause in chain)
+
+
+def _is_transient(error: BaseException) -> bool:
+    if (status := status_of(error)) is not None:
+        return status in (401, 408, 429) or status >= 500  # 401: credentials could not be renewed
+    if isinstance(
+        error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
+    ):
+        return False
+    if type(error).__name__ == "OfflineModeIsEnabled":  # HF_HUB_OFFLINE=1; a ConnectionError of the hub's client
+        return False
+    if isinstance(error, OSError):
+        # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
+        return error.errno not in LASTING and (error.errno is not None or type(error) is not OSError)
+    if isinstance(error, ValueError):
+        system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+        return PASSING.match(str(error)) is not None and not (system and int(system[1]) in LASTING)
+    return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
+
+
+def with_retries(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
+    """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
+    `seconds` (RETRY_SECONDS) and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
+    again = Retrying(
+        # A read may take longer than that to fail, and deserves a retry.
+        stop=stop_all(stop_after_delay(RETRY_SECONDS if seconds is None else seconds), stop_after_attempt(3)),
+        wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
+        retry=retry_if_exception(is_transient),
+        before_sleep=lambda state: _say(what, state),
+        reraise=True,
+    )
+    try:
+        return again(function)
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        raise StorageLost(f"{what}: {first_line(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """Return an error in a line that starts with 1 if it may pass, else with 0."""
+    return f"{int(is_transient(error))} {first_line(error)}"
+
+
+def _say(what: str, state: RetryCallState) -> None:
+    if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
+        error = state.outcome.exception() if state.outcome else None
+        print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return an exception in one line, for messages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
+
+
+def permission_hint(error: Exception) -> str:
+    """Return what to grant, if the store says which permission is missing."""
+    if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
+        return ""
+    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
+    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from configs.files import write_whole
-from configs.retry import is_transient, with_retries
+from configs.files import is_transient, with_retries, write_whole
 from configs.schema import UserError
 
 T = TypeVar("T")

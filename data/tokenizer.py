@@ -3,21 +3,21 @@
 import hashlib
 import json
 import os
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from configs.files import write_whole
-from configs.retry import StorageLost, with_retries
+from configs.files import StorageLost, with_retries, write_whole
 from configs.schema import UserError
-from data.tokenizer_pickle import read_pickle
 
 BOS = "<|bos|>"
 # Special tokens of conversations (data/conversation.py); with the BOS, nanochat's nine.
@@ -33,6 +33,7 @@ SPLIT = (
 )
 PROBE = {"a test": 'A  b\tc\n    Dé 1,234 "x" ﬁ ① 日本 🙂'}  # what case folding, NFKC and unknown tokens lose
 PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
+PICKLED = {"pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}  # in nanochat's tokenizer.pkl, with types
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,39 @@ def byte_level(model: models.BPE, *splits: str) -> Tokenizer:
 def _text_bytes(token: str) -> int:
     """Return the bytes of an added token, or of a sentencepiece vocabulary's: `<0x0A>` is a byte, `▁` a space."""
     return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
+
+
+class _Encoding:
+    """Keeps what a pickle has of a tiktoken.Encoding."""
+
+    kept: Any = None
+
+    def __setstate__(self, kept: object) -> None:
+        self.kept = kept
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows an encoding and plain values. A pickle can name any function of Python, and have it called."""
+
+    def find_class(self, module: str, name: str, /) -> type[_Encoding]:
+        if (module, name) != ("tiktoken.core", "Encoding"):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no tokenizer needs")
+        return _Encoding
+
+
+def read_pickle(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
+    """Return the ranks of the tokens' bytes, the expression that splits a text, and the special tokens. Raise
+    ValueError, or what pickle raises, for anything else."""
+    with path.open("rb") as file:
+        encoding = _Unpickler(file).load()
+    kept = encoding.kept if isinstance(encoding, _Encoding) else None
+    if not isinstance(kept, dict) or any(not isinstance(kept.get(name), kind) for name, kind in PICKLED.items()):
+        raise ValueError("it is no tiktoken.Encoding")
+    ranks, special = kept["mergeable_ranks"], kept["special_tokens"]
+    of_types = lambda table, kind: all(isinstance(key, kind) and type(i) is int for key, i in table.items())
+    if not (of_types(ranks, bytes) and of_types(special, str)):
+        raise ValueError("its tokens are not bytes and numbers")
+    return ranks, kept["pat_str"], special
 
 
 def _from_tiktoken(name: str) -> TextTokenizer:

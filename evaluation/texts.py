@@ -17,11 +17,10 @@ import jax
 import numpy as np
 
 from configs.schema import DataConfig, UserError
-from data.dataset_folder import open_dataset
+from data.dataset_folder import hash_share, open_dataset
 from data.mixture import mean_shares, read_source
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
-from data.record import hash_share
 from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.results import ItemLog, write_json

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax._src import clusters, distributed  # as Orbax does: neither has a public API
 
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import UserError
 
 DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy

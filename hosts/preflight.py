@@ -20,8 +20,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import in_bucket, shown_bytes
-from configs.retry import first_line, is_transient, permission_hint, with_retries
+from configs.files import first_line, in_bucket, is_transient, permission_hint, shown_bytes, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, versions

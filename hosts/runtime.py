@@ -19,9 +19,8 @@ from jax._src import xla_bridge  # its errors have no public API
 from jax.sharding import Mesh
 
 from configs.command_line import Exit
-from configs.files import cache_dir
+from configs.files import PASSING, StorageLost, cache_dir, first_line, is_transient
 from configs.messages import ignore_output_errors, repair_streams, show_messages
-from configs.retry import PASSING, StorageLost, first_line, is_transient
 from configs.schema import UserError
 from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here, join
 from hosts.machines import GPU_FRACTION

@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.files import cache_dir, in_bucket
-from configs.retry import with_retries
+from configs.files import cache_dir, in_bucket, with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer

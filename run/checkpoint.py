@@ -30,8 +30,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, Bool, UInt32
 
-from configs.files import in_bucket
-from configs.retry import StorageLost, causes, first_line, is_transient, permission_hint, with_retries
+from configs.files import StorageLost, causes, first_line, in_bucket, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.record import reading, storage_path

@@ -17,9 +17,8 @@ import jax
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.files import in_bucket, write_whole
+from configs.files import in_bucket, with_retries, write_whole
 from configs.messages import LOGGER
-from configs.retry import with_retries
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process

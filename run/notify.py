@@ -14,8 +14,8 @@ from typing import Literal
 
 import jax
 
+from configs.files import first_line
 from configs.messages import start_hook
-from configs.retry import first_line
 from configs.schema import Config, UserError, options
 from hosts.runtime import TrainingAborted
 from run.record import Events, local_path, storage_path, upload

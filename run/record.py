@@ -29,8 +29,7 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.files import append_whole, in_bucket
-from configs.retry import StorageLost, first_line, is_transient, permission_hint, with_retries
+from configs.files import StorageLost, append_whole, first_line, in_bucket, is_transient, permission_hint, with_retries
 from configs.schema import UserError
 
 

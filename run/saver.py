@@ -23,10 +23,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
-from configs import retry
-from configs.files import in_bucket
+from configs import files
+from configs.files import StorageLost, described, first_line, in_bucket, permission_hint, with_retries
 from configs.messages import LOGGER
-from configs.retry import StorageLost, described, first_line, permission_hint, with_retries
 from configs.schema import CheckpointConfig, UserError
 from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
 from hosts.runtime import TrainingAborted, versions
@@ -163,7 +162,7 @@ class Saver(Checkpoints):
         def again(failures: list[Failure]) -> bool:
             return bool(failures) and (len(failures) < MOST_FAILED or failures[-1].may_pass)
 
-        pause = wait_random_exponential(multiplier=0.5, max=retry.LONGEST)
+        pause = wait_random_exponential(multiplier=0.5, max=files.LONGEST_PAUSE)
         Retrying(retry=retry_if_result(again), wait=pause)(attempt)
         self._give_up_after(1)
 
@@ -173,12 +172,12 @@ class Saver(Checkpoints):
 
     def _failed(self, failure: str) -> None:
         """Count a failed save, and remove what it left, to free the disk: training continues. Raise StorageLost if the
-        disk or the store has not answered for `configs.retry.SECONDS`."""
+        disk or the store has not answered for `configs.files.RETRY_SECONDS`."""
         failed = Failure(failure[2:], failure[0] == "1", time.monotonic())
         self.failures.append(failed)
         LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")
         on_first_process(self._try_to_clear)
-        if failed.may_pass and max_over_processes(time.monotonic() - self.failures[0].time > retry.SECONDS):
+        if failed.may_pass and max_over_processes(time.monotonic() - self.failures[0].time > files.RETRY_SECONDS):
             raise StorageLost(f"saving in {self.folder}: {failed.message}")
 
     def _try_to_clear(self) -> None:
@@ -298,8 +297,8 @@ def unfinished(folder: epath.Path) -> epath.Path:
 def sync(folder: Path) -> None:
     """Write all files below a folder, and their names, to the disk: a rename alone would outlive a power cut without
     them."""
-    for parent, _, files in os.walk(folder, topdown=False):
-        for path in (Path(parent, name) for name in files):
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in names):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
@@ -327,7 +326,7 @@ class Saving(threading.Thread):
         self.handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in items}
         self.parts: list[Any] = []
         self.failure = "0 it was not finished"
-        """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is
+        """Why it failed (`configs.files.described`), the same on every process; empty once the checkpoint is
         complete."""
 
         async def begin() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from configs.files import cache_dir
+from configs.files import cache_dir, with_retries
 from configs.messages import LOGGER
-from configs.retry import with_retries
 from configs.schema import Config, UserError, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text

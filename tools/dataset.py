@@ -10,8 +10,8 @@ import tyro
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
+from configs.files import with_retries
 from configs.messages import progress
-from configs.retry import with_retries
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset

@@ -10,8 +10,7 @@ import tyro
 from etils import epath
 
 from configs.command_line import Exit, parse_arguments
-from configs.files import in_bucket
-from configs.retry import StorageLost, first_line
+from configs.files import StorageLost, first_line, in_bucket
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
 from run.clock import seconds_by_activity

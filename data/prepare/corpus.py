@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pyarrow
 
-from configs.retry import StorageLost, is_transient, with_retries
+from configs.files import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_formats import MESSAGES, as_messages, format_of, messages_in

@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from configs.files import write_whole
+from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import ConversationEncoder, Encoder
 from data.prepare.source_files import SourceFile
-from data.record import hash_share
 from data.shards import token_type, write_shard
 from data.tokenizer import load_tokenizer
 

@@ -18,16 +18,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.retry import StorageLost, is_transient
+from configs.files import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
+from data.dataset_folder import read_record
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
 from data.prepare.selection import held_out_threshold, sampled_tokenizer
 from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
-from data.record import read_record
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 FORMAT = 4  # increase it if the same text gives another dataset: cached ones are then made again

@@ -8,9 +8,9 @@ import numpy as np
 from tokenizers import models, pre_tokenizers, trainers
 
 from configs.schema import MIN_VOCAB_SIZE, UserError
+from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
-from data.record import hash_share
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer

@@ -8,8 +8,8 @@ import pytest
 from gcsfs.retry import HttpError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-import configs.retry
-from configs.retry import StorageLost, is_transient, with_retries
+import configs.files
+from configs.files import StorageLost, is_transient, with_retries
 
 
 def wrapped(error: Exception) -> Exception:
@@ -76,6 +76,6 @@ def test_passing_errors_are_retried_and_permanent_ones_raised(monkeypatch, capsy
 
 
 def test_an_error_that_lasts_long_is_lost_storage(monkeypatch):
-    monkeypatch.setattr(configs.retry, "SECONDS", 0)
+    monkeypatch.setattr(configs.files, "RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
         with_retries("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))

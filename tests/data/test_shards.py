@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data.shards as module
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import UserError
 from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, TokenStream, read_blocks, write_shard
 
@@ -110,7 +110,7 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
     monkeypatch.setattr(f"data.shards.{name}", failing)
     assert (Shard(shard)[:] == TOKENS).all() and not errors
     errors += [OSError(errno.EIO, "Input/output error")] * 9
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
         _ = Shard(shard)[:]
 

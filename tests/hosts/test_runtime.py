@@ -13,8 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from configs.files import append_whole, write_whole
-from configs.retry import StorageLost
+from configs.files import StorageLost, append_whole, write_whole
 from configs.schema import UserError
 from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
@@ -67,7 +66,7 @@ def test_a_disk_that_fails_where_nothing_retries_is_lost(number, capsys):
 LOG = """
 import sys
 from configs.messages import LOGGER, ignore_output_errors, show_messages
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from hosts.runtime import run_command
 from hosts.stop import end_as_hung
 def main():

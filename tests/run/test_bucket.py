@@ -8,7 +8,7 @@ import fsspec.config
 import pytest
 from gcsfs.retry import HttpError
 
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
 from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, finished_steps
@@ -138,6 +138,6 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
     monkeypatch.setattr("run.checkpoint.finished_steps", faulty)
     assert Checkpoints(RUN).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from configs import retry
+from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
 from model.gpt import parameter_shapes
 from run import saver
@@ -152,7 +152,7 @@ def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_pat
         assert str(step - 1) in names(tmp_path)
     close(checkpoints)
     assert names(tmp_path) == ["3"]
-    with pytest.raises(retry.StorageLost, match="1 was deleted while it was read"):
+    with pytest.raises(StorageLost, match="1 was deleted while it was read"):
         reader.restore_params(state_on(1)[1].params)
 
 
@@ -316,8 +316,8 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "unfinished", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert len(checkpoints.failures) == 1 and checkpoints.failures[-1].may_pass
-    monkeypatch.setattr(retry, "SECONDS", 0)
-    with pytest.raises(retry.StorageLost, match="Input/output error"):
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    with pytest.raises(StorageLost, match="Input/output error"):
         checkpoints.save(2, state_on(1)[0], FACTS)
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from configs.command_line import config_from_json
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import (
     BatchConfig,
     Config,
@@ -244,7 +244,7 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     if taken:
         with RunLock(tmp_path) as lock:
             assert lock.file and "without locks" in messages[0]
@@ -274,7 +274,7 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
 
 
 def test_a_disk_that_fails_at_the_start_is_retried_and_a_folder_that_cannot_be_made_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("run.folder._open_run", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageLost, match="Input/output error"):
         open_run(replace(tiny_config(), run_dir=str(tmp_path)), "print", accept_changes=False)

@@ -17,10 +17,10 @@ import data.prepare.parts
 from configs.schema import DataConfig, UserError
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
+from data.dataset_folder import hash_share
 from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
-from data.record import hash_share
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
 from evaluation.texts import read_sources
 from tests.data import nanochat_conversations

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.schema import UserError
+from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.source_files import CHUNK_BYTES
-from data.record import hash_share
 from tests.data.preparations import jsonl, write_files
 
 

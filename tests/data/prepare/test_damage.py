@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
+from data.dataset_folder import read_record
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
-from data.record import read_record
 from data.tokenizer import load_tokenizer
 from tests.data.preparations import write_files
 
@@ -117,7 +117,7 @@ def test_every_reader_names_a_damaged_record(folder):
 def test_a_disk_that_fails_while_a_dataset_is_opened_is_lost(folder, monkeypatch, name, open_it):
     (folder / "made" / "tokenizer.json").symlink_to("tokenizer/tokenizer.json")
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match=rf"made/{name}: .*Input/output error"):
         open_it(folder / "made")
 

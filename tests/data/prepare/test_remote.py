@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi
 
-from configs.retry import StorageLost
+from configs.files import StorageLost
 from configs.schema import UserError
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
@@ -161,7 +161,7 @@ def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch, sou
 def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
     """Retry, although the client's errors are no OSErrors."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     with pytest.raises(StorageLost, match=r"hf:owner/name: .*refused"):
         find_corpus("hf:owner/name")
