@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
-from data.mixture import join_source, split_source
+from data.dataset import join_source, split_source
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
 from evaluation.texts import read_sources
@@ -142,8 +142,7 @@ def table(rows: dict[str, str]) -> str:
 def text_name(source: str) -> str:
     """Return `data.source` for readers elsewhere: of a path on this machine, only the last name."""
     short = lambda name: name if "://" in name or name.startswith("hf:") else Path(name).name or "a folder"
-    stages = split_source(source)
-    return join_source([(start, [(share, short(name)) for share, name in parts]) for start, parts in stages])
+    return join_source([(share, short(name)) for share, name in split_source(source)])
 
 
 def programs(model: ModelConfig, chat: bool) -> dict[str, str]:

@@ -116,10 +116,9 @@ class DataConfig:
     """The text, and its packing into rows."""
 
     source: Free[str] = "stdlib"
-    """A dataset folder from data.prepare. A mixture gives each dataset's share of the rows (`0.7:DIR,0.3:DIR`). They
-    may change after a number of tokens (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`). Raw text is prepared once in the
-    cache: `stdlib` (this Python's standard library), `chat-stdlib` (conversations made of it), or a file, a folder or a
-    glob of .txt, .md, .py, .jsonl and .parquet."""
+    """A dataset folder from data.prepare. A mixture gives each dataset's share of the rows (`0.7:DIR,0.3:DIR`). Raw
+    text is prepared once in the cache: `stdlib` (this Python's standard library), `chat-stdlib` (conversations made of
+    it), or a file, a folder or a glob of .txt, .md, .py, .jsonl and .parquet."""
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own. Raw text trains a byte-level
     BPE of `model.vocab_size` tokens."""

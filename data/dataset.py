@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
-from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
+from data.loader import Mixture
 from data.packing import Row, Rows
 from data.tokenizer import TextTokenizer
 
@@ -41,8 +42,8 @@ class Text:
 
     @property
     def weights(self) -> list[float]:
-        """Return each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
-        return mean_shares(self.mixture.stages)
+        """Return each dataset's share of the held-out rows. They sum to 1."""
+        return [float(share) for share in self.mixture.shares]
 
     def validation(self, tokens: int, length: int) -> str:
         """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
@@ -87,16 +88,45 @@ class Text:
 
     def outlook(self, rows: int, length: int) -> str:
         """Return a line on the tokens of a run of `rows` rows, the epochs of each dataset, and those that run out."""
-        parts, never = [], [s.starts for s in self.mixture.stages if s.starts >= rows * length]
+        parts = []
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
             if taken > 1:
                 again = self.mixture.row_after(i, size + 1, rows) - 1
                 out = f", whose rows come again after {again * length:,} tokens"
             parts.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
-        if never:
-            parts.append(f"and ends before the stage from={never[0]:,}")
         return f"in {rows * length:,} tokens the run goes through " + "; ".join(parts)
+
+
+def split_source(source: str) -> list[tuple[str, str]]:
+    """Return the sources of `--data.source` with their shares, as texts: [("", "/web")] of `/web`, and
+    [("0.7", "/web"), ("0.3", "/code")] of `0.7:/web,0.3:/code`."""
+    parts = source.split(",")
+    matched = [(match[1], match[2]) for part in parts if (match := re.fullmatch(r"(-?\d*\.?\d+):(.+)", part))]
+    if 0 < len(matched) < len(parts):
+        raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
+    return matched or [("", source)]
+
+
+def join_source(parts: list[tuple[str, str]]) -> str:
+    """Return the text that `split_source` splits."""
+    return ",".join(f"{share}:{name}" if share else name for share, name in parts)
+
+
+def read_source(source: str) -> tuple[list[str], list[Fraction]]:
+    """Return the sources of `--data.source` and their shares, which sum to 1. Raise UserError for impossible ones."""
+
+    def require(condition: bool, expectation: str) -> None:
+        if not condition:
+            raise UserError(f"--data.source={source}: {expectation}")
+
+    parts = split_source(source)
+    shares = {name: Fraction(share or 1) for share, name in parts}
+    total = sum(shares.values())
+    require(min(shares.values()) > 0, "each dataset of a mixture needs its share, above 0: 0.7:DIR,0.3:DIR")
+    require(total < 10**9, "the shares must sum to less than a billion")
+    require(len(shares) == len(parts), "a dataset is named twice: give it the sum of its shares")
+    return list(shares), [share / total for share in shares.values()]
 
 
 def shortest(names: list[str]) -> list[str]:
@@ -110,7 +140,7 @@ def open_text(
 ) -> Text:
     """Return the rows of `config.source`, `length` tokens each. Raise UserError if they do not fit the run. Also raise
     it, with the message `no_training` if given, before a tokenizer would be trained."""
-    names, stages = read_source(config.source)
+    names, shares = read_source(config.source)
     datasets = [open_dataset(name, config, vocab_size, cache, no_training) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
@@ -128,8 +158,8 @@ def open_text(
         )
     train, val = ([d.rows(part, config, length, cache) for d in datasets] for part in ("train", "val"))
     too_long = _too_long(names, datasets, config, length) if config.packing == "whole" else ""
-    for name, shares, rows, held_out in zip(names, zip(*(stage.shares for stage in stages)), train, val):
-        needed = max(round(max(shares) * rows_per_step), 1)
+    for name, share, rows, held_out in zip(names, shares, train, val):
+        needed = max(round(share * rows_per_step), 1)
         if len(rows) < needed or not len(held_out):
             advice = "a smaller --batch.tokens_per_step or --batch.sequence_length"
             if too_long:
@@ -150,12 +180,10 @@ def open_text(
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
         print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
     prints = [dataset.fingerprint for dataset in datasets]
-    mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
-    fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((*mixed, prints)).encode()).hexdigest()[:16]
+    fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((shares, prints)).encode()).hexdigest()[:16]
     document_bos = tokenizer.bos if config.mask_documents else None
     documents = sum(dataset.val_documents for dataset in datasets)
-    mixture = Mixture(stages, length)
-    return Text(names, train, val, mixture, tokenizer, document_bos, fingerprint, documents, too_long)
+    return Text(names, train, val, Mixture(shares), tokenizer, document_bos, fingerprint, documents, too_long)
 
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
@@ -181,6 +209,5 @@ def absolute(config: DataConfig) -> DataConfig:
         anywhere = name in ("", "stdlib", "chat-stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
-    stages = split_source(config.source)
-    source = join_source([(starts, [(share, place(name)) for share, name in parts]) for starts, parts in stages])
+    source = join_source([(share, place(name)) for share, name in split_source(config.source)])
     return replace(config, source=source, tokenizer=place(config.tokenizer))

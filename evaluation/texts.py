@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from configs.schema import DataConfig, UserError
+from data.dataset import read_source
 from data.dataset_folder import hash_share, open_dataset
-from data.mixture import mean_shares, read_source
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
 from evaluation.evaluator import ratio
@@ -59,8 +59,7 @@ def read_sources(source: str, most: int, text_column: str, cache: Path) -> list[
     hash of their names; documents of a dataset are spread evenly over its held-out part. Raise UserError if a source
     gives none."""
     sources = []
-    names, stages = read_source(source)
-    for share, name in zip(mean_shares(stages), names):
+    for name, share in zip(*read_source(source)):
         is_dataset = (Path(name).expanduser() / "dataset.json").exists()
         documents = _held_out(name, most, cache) if is_dataset else _of_text(name, text_column)
         taken = list(islice(documents, most))
@@ -68,7 +67,7 @@ def read_sources(source: str, most: int, text_column: str, cache: Path) -> list[
         skipped = len(taken) - len(kept)
         if not kept:
             raise UserError(f"--source={name} gives no document with text ({skipped} were skipped)")
-        sources.append(Source(name, share, kept, skipped))
+        sources.append(Source(name, float(share), kept, skipped))
     return sources
 
 

@@ -7,7 +7,7 @@ from configs.messages import LOGGER
 from configs.schema import Config, UserError
 from configs.validation import require_steps
 from data.dataset import Text
-from data.mixture import Mixture, Stage
+from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.chat_core import require_chat_tokens
 from hosts.distributed import check_hosts_agree
@@ -58,8 +58,7 @@ def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
     facts = [asdict(options), config.seed, task.problem(0, False), task.problem(0, True)]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     check_hosts_agree("their task", fingerprint)
-    nothing = Mixture([Stage(0, ())], length)
-    return built, Questions([options.task], [], [], nothing, tokenizer, tokenizer.bos, fingerprint, 0), task
+    return built, Questions([options.task], [], [], Mixture([]), tokenizer, tokenizer.bos, fingerprint, 0), task
 
 
 class RewardLog(MetricsLog):

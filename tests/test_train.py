@@ -231,22 +231,6 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
 
 
 @pytest.mark.medium
-def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
-    """The second stage starts with row 160, in step 10."""
-    monkeypatch.chdir(folder)
-    ones, twos = "text/1*.txt", "text/2*.txt"
-    source = f"--data.source=0.75:{ones},0.25:{twos};from=5_120,{twos}"
-    command = ("--config=tiny.py", source, "--data.tokenizer=untouched/tokenizer", "--run_dir=staged", "--steps=20")
-    assert run("train", monkeypatch, *command, *FAST) == 0
-    epochs = {line["step"]: line["epochs"] for line in read_metrics("staged") if "epochs" in line}
-    taken = lambda name, first, last: epochs[last][name] - epochs[first][name]
-    assert taken("2*.txt", 4, 8) / taken("2*.txt", 12, 20) == pytest.approx(0.25 / 2, rel=0.05)
-    assert taken("1*.txt", 12, 20) == 0 < taken("1*.txt", 4, 8)
-    events = EventAccumulator("staged/tensorboard").Reload()
-    assert [event.step for event in events.Scalars("epochs/1_.txt")] == sorted(epochs)
-
-
-@pytest.mark.medium
 def test_evaluate_writes_core_with_a_picture(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     make_bundle(folder / "bundle")

@@ -13,10 +13,9 @@ from configs.command_line import parse_arguments
 from configs.files import with_retries
 from configs.messages import progress
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
-from data.dataset import open_text
+from data.dataset import open_text, read_source
 from data.dataset_folder import Dataset, open_dataset
 from data.loader import RowSequence
-from data.mixture import read_source
 from data.packing import Row, learned, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command

@@ -177,12 +177,12 @@ def test_shards_without_their_record_are_refused(made, cache):
 
 def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(made.parent)
-    sources = (made.name, f"0.7:{made.name},0.3:./{made.name};from=9,raw", "raw/*.txt")
+    sources = (made.name, f"0.7:{made.name},0.3:./{made.name},1:raw", "raw/*.txt")
     kept = [absolute(DataConfig(source=source, tokenizer="tok")) for source in sources]
     here = opened(made.name, cache)
     monkeypatch.chdir("/")
     assert opened(kept[0].source, cache).fingerprint == here.fingerprint
-    mixed = f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw"
+    mixed = f"0.7:{made},0.3:{made},1:{tmp_path}/raw"
     assert [c.source for c in kept] == [str(made), mixed, f"{tmp_path}/raw/*.txt"]
     assert {c.tokenizer for c in kept} == {f"{tmp_path}/tok"}
     for source in ("stdlib", "hf:a/b", "gs://bucket/x", "/a/b", "0.5:/a,2:/b", "1:/a"):

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig, UserError
-from data.loader import StepBatches, held_out_batches, local_rows, to_devices, train_batches
-from data.mixture import Mixture, Stage
+from data.loader import Mixture, StepBatches, held_out_batches, local_rows, to_devices, train_batches
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from data.tokenizer import CHAT_TOKENS
@@ -39,7 +38,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    mixture = Mixture([Stage(0, tuple(Fraction(str(weight)) for weight in weights))], LENGTH)
+    mixture = Mixture([Fraction(str(weight)) for weight in weights])
     return StepBatches(rows, mixture, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
 
 

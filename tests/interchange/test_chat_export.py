@@ -135,7 +135,7 @@ def test_more_tokens_find_room_in_every_table(chat):
 
 
 def test_the_card_has_a_prompt_of_the_run_and_no_path_of_its_machine():
-    mixture, named = "0.7:~/web,0.3:gs://b/code;from=8e9,../good", "0.7:web,0.3:gs://b/code;from=8e9,good"
+    mixture, named = "0.7:~/web,0.3:gs://b/code,1:../good", "0.7:web,0.3:gs://b/code,1:good"
     for source, name in {"/home/me/web/": "web", ".": "a folder", "chat-stdlib": "chat-stdlib", mixture: named}.items():
         config = Config("one", model=TINY, data=DataConfig(source), eval=EvalConfig(prompts=("", source)))
         card = model_card(config, 8, 4096, None, "", True)
