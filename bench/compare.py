@@ -27,8 +27,7 @@ from configs.command_line import Exit, exit_code_of, parse, parse_arguments
 from configs.files import write_picture, write_whole
 from configs.schema import MEASURED, Config, FilePath, UserError, free_to_change, options
 from configs.validation import require_steps
-from hosts.preflight import ROOT, code_digest
-from hosts.runtime import versions
+from hosts.runtime import ROOT, code_digest, versions
 
 OWN = [f"--{name}={value}" for name, value in MEASURED.items()]
 LEVEL = 0.05

@@ -1,10 +1,9 @@
 """Check, before anything is compiled, that the hosts of a run can train together. Messages name the host.
 
 The hosts exchange facts through JAX's coordination service, so a device that does not answer cannot block it. Then all
-devices compute one sum with a known result.
+devices compute one sum with a known result. A host that does not answer in time ends the start.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -20,17 +19,16 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import first_line, in_bucket, is_transient, permission_hint, shown_bytes, with_retries
+from configs.files import RETRY_SECONDS, first_line, in_bucket, is_transient, permission_hint, shown_bytes, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
-from hosts.runtime import TrainingAborted, versions
+from hosts.runtime import TrainingAborted, code_digest, versions
 from hosts.stop import limited_to
 from model.gpt import parameter_counts
 from model.kernels import lacks_deterministic_attention
 from model.parallel import compute_capability
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "reinforcement", "run", "training")
+ANSWER_SECONDS = 2 * RETRY_SECONDS  # for the answers of all hosts, one of which may try a store again
 SUM_SECONDS = 180  # for the sum, with the connection of all devices
 VISIBLE_SECONDS = 90  # for a shared folder to show what another host made: NFS caches a missing file for 60
 
@@ -44,15 +42,6 @@ class Host(NamedTuple):
     problems: list[str]
 
 
-def code_digest(root: Path = ROOT) -> str:
-    """Return a digest of the Python files that a run may import: their names and bytes."""
-    digest = hashlib.sha256()
-    files = [*root.glob("*.py"), *(path for room in ROOMS for path in root.glob(f"{room}/**/*.py"))]
-    for path in sorted(files):
-        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def compare(hosts: Sequence[Host]) -> list[str]:
     """Return a line for each problem, with its host. Most hosts' value counts as right; of two, the first's."""
     names = [f"process {i} ({host.name})" for i, host in enumerate(hosts)]
@@ -61,50 +50,33 @@ def compare(hosts: Sequence[Host]) -> list[str]:
         values = [host.same.get(what, "nothing") for host in hosts]
         usual = max(values, key=lambda value: (values.count(value), value == values[0]))
         unlike = [(name, value) for name, value in zip(names, values) if value != usual]
-        wrong += [f"{name} has {what} {value}, the others {usual}" for name, value in unlike[:8]]
-        wrong += [f"and {len(unlike) - 8} other processes differ in {what}"] * (len(unlike) > 8)
+        wrong += [f"{name} has {what} {value}, the others {usual}" for name, value in unlike]
     return wrong
 
 
 def problems_here(config: Config) -> list[str]:
-    """Return the problems of this host with the run's folder and with its GPUs. Every process must call it."""
+    """Return the problems of this host with its GPUs and with the run's folder, which process 0 has made. Every process
+    must call it."""
     lacks = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
     problems = [lacks] * bool(lacks)
-    shared = config.run_dir
-    if in_bucket(shared):
-        return problems + on_first_process(lambda: with_retries(shared, lambda: refusals(epath.Path(shared))))
-    folder, until = Path(shared).absolute(), time.monotonic() + VISIBLE_SECONDS
-    made = on_first_process(folder.is_dir)
-    while made and not folder.is_dir():
-        if time.monotonic() > until:
-            return [*problems, f"does not see {shared} of process 0: all hosts must share it"]
-        time.sleep(1)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        problems.append(f"cannot write to {there}")
-    return problems
-
-
-def require_room(config: Config) -> None:
-    """Raise TrainingAborted on all processes if the disk of the run's folder has no room for one more checkpoint: no
-    option is wrong, and training would be lost. Every process must call it."""
     if in_bucket(config.run_dir):
-        return
-    folder = Path(config.run_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
-    if (free := on_first_process(lambda: shutil.disk_usage(there).free)) < checkpoint:
-        needed = f"a checkpoint takes {shown_bytes(checkpoint)}"
-        raise TrainingAborted(f"{shown_bytes(free)} are free at {there}; {needed}: make room, and start again")
+        return problems + on_first_process(lambda: with_retries(config.run_dir, lambda: refusals(config.run_dir)))
+    folder, until = Path(config.run_dir), time.monotonic() + VISIBLE_SECONDS
+    while not folder.exists():
+        if time.monotonic() > until:
+            return [*problems, f"does not see {folder} of process 0: all hosts must share it"]
+        time.sleep(1)
+    writable = folder.is_dir() and os.access(folder, os.W_OK)
+    return problems if writable else [*problems, f"cannot write to {folder}"]
 
 
-def refusals(bucket: epath.Path) -> list[str]:
+def refusals(bucket: str) -> list[str]:
     """Write a file to a run's folder in a bucket, overwrite it as tensorstore does, and delete it. Return what the
     bucket refuses."""
-    probe = bucket / ".preflight-0"
+    probe = epath.Path(bucket) / ".preflight-0"
     try:
-        for text in ("written by the preflight", "overwritten"):
-            probe.write_text(text)
+        probe.write_text("written by the preflight")
+        probe.write_text("overwritten")
         probe.unlink()
     except Exception as error:
         if is_transient(error):
@@ -113,19 +85,18 @@ def refusals(bucket: epath.Path) -> list[str]:
     return []
 
 
-def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> list[Host]:
-    """Return every host if all can train together; else raise the same UserError on all. Every process must call
-    it."""
+def preflight(config: Config, mesh: Mesh, tokenizer: str) -> None:
+    """Raise the same UserError on all processes if the hosts cannot train together. End this process with code 42 if
+    one of them does not answer. Every process must call it."""
     devices = jax.local_devices()
-    same = {"code": code_digest(), **versions(), "data": fingerprint[:12], "tokenizer": tokenizer[:12]}
-    same["devices"] = f"{len(devices)} x {devices[0].device_kind}"
-    problems = problems_here(config)
-    mine = Host(platform.node(), same, problems)
-    hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", json.dumps(mine))]
+    same = {"devices": f"{len(devices)} x {devices[0].device_kind}", "tokenizer": tokenizer[:12]}
+    same |= {"code": code_digest(), **versions()}
+    with limited_to(ANSWER_SECONDS, f"the answers of all hosts take longer than {ANSWER_SECONDS} s"):
+        mine = Host(platform.node(), same, problems_here(config))
+        hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", json.dumps(mine))]
     if wrong := compare(hosts):
         raise UserError("the hosts of this run cannot train together:\n  " + "\n  ".join(wrong))
     require_right_sum(mesh)
-    return hosts
 
 
 def require_right_sum(mesh: Mesh) -> None:
@@ -137,9 +108,17 @@ def require_right_sum(mesh: Mesh) -> None:
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
     with limited_to(SUM_SECONDS, f"the sum over all devices takes longer than {SUM_SECONDS} s"):
         result = int(total(placed).addressable_data(0))
-    expected = int(numbers.sum())
-    sums = exchange("the sum over all devices", str(result))
-    if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(sums) if sum_ != str(expected)]:
-        raise UserError(
-            f"the sum over all devices is {expected}, but {', '.join(wrong[:8])}: a device or link is broken"
-        )
+        sums = exchange("the sum over all devices", str(result))
+    if wrong := [f"process {i} found {found}" for i, found in enumerate(sums) if int(found) != numbers.sum()]:
+        right = f"the sum over all devices is {numbers.sum()}"
+        raise UserError(f"{right}, but {', '.join(wrong[:8])}: a device or link is broken")
+
+
+def require_room(config: Config) -> None:
+    """Raise TrainingAborted on all processes if the disk of the run's folder has no room for one more checkpoint."""
+    if in_bucket(config.run_dir):
+        return
+    checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
+    if (free := on_first_process(lambda: shutil.disk_usage(config.run_dir).free)) < checkpoint:
+        needed = f"a checkpoint takes {shown_bytes(checkpoint)}"
+        raise TrainingAborted(f"{shown_bytes(free)} are free at {config.run_dir}; {needed}: make room, and start again")

@@ -1,6 +1,7 @@
 """Start and end a command: JAX's settings, several processes, signals, exit codes."""
 
 import errno
+import hashlib
 import logging
 import os
 import platform
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -26,6 +28,8 @@ from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here,
 from hosts.machines import GPU_FRACTION
 from training.mesh import axes_between, device_groups, sizes_of
 
+ROOT = Path(__file__).parents[1]
+ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "reinforcement", "run", "training")
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
@@ -169,3 +173,12 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the main packages, for config.json."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
     return {"python": platform.python_version()} | {package: version(package) for package in packages}
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Return a digest of the Python files that a run may import: their names and bytes."""
+    digest = hashlib.sha256()
+    files = [*root.glob("*.py"), *(path for room in ROOMS for path in root.glob(f"{room}/**/*.py"))]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -19,8 +19,8 @@ from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
 from hosts.distributed import check_hosts_agree, on_first_process
-from hosts.preflight import ROOT, code_digest, preflight, require_room
-from hosts.runtime import describe_processes, versions
+from hosts.preflight import preflight, require_room
+from hosts.runtime import ROOT, code_digest, describe_processes, versions
 from hosts.stop import limited
 from interchange.init_from import (
     initial_state,
@@ -95,7 +95,7 @@ def open_folder(
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
     status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
     on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
-    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
+    preflight(config, built.mesh, text.tokenizer.sha256)  # before anything that needs the devices
     if status.finished < config.steps:
         require_room(config)
     with limited(config.hang, "opening the checkpoints"):

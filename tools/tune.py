@@ -29,8 +29,7 @@ from configs.files import write_picture, write_whole
 from configs.schema import MEASURED, Config, FilePath, NotNegative, Role, UserError, options, roles, with_options
 from configs.validation import require_steps
 from hosts.machines import GIB
-from hosts.preflight import ROOT, code_digest
-from hosts.runtime import versions
+from hosts.runtime import ROOT, code_digest, versions
 from run.record import read_metrics, scores
 from training.diagnostics import NoiseScale, noise_scale
 

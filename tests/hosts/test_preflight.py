@@ -1,7 +1,9 @@
 """Test what hosts must have in common. Errors name the host."""
 
+import json
 import platform
 import shutil
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,11 +14,11 @@ import pytest
 
 from configs.schema import Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts import preflight as module
-from hosts.preflight import Host, code_digest, compare, preflight, problems_here, require_right_sum
-from hosts.runtime import TrainingAborted
+from hosts.preflight import Host, compare, preflight, problems_here, require_right_sum
+from hosts.runtime import TrainingAborted, code_digest
 from model.kernels import lacks_deterministic_attention
-from run import folder as run_folder
 from run import start as start_module
+from run.folder import RunStatus
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import folder  # noqa: F401
@@ -62,31 +64,43 @@ def test_the_code_s_hash_covers_what_a_run_may_import(tmp_path):
     assert not change("runs/x/metrics.jsonl") and not change("tools/plan.py")
 
 
-def test_one_process_passes_and_makes_nothing(tmp_path):
-    config = replace(tiny_config(), run_dir=str(tmp_path / "run"))
-    hosts = preflight(config, make_mesh(MeshConfig(fsdp=2, tensor=2)), "data", "tokenizer")
-    assert len(hosts) == 1 and hosts[0].same["devices"] == "8 x cpu" and hosts[0].same["jax"] == jax.__version__
-    assert not (tmp_path / "run").exists()
+def test_one_process_passes_and_makes_nothing(tmp_path, monkeypatch):
+    exchanged = Mock(side_effect=lambda what, value: [value])
+    monkeypatch.setattr(module, "exchange", exchanged)
+    preflight(replace(tiny_config(), run_dir=str(tmp_path)), make_mesh(MeshConfig(fsdp=2, tensor=2)), "tokenizer")
+    host = Host(*json.loads(exchanged.call_args_list[0].args[1]))
+    assert host.same["devices"] == "8 x cpu" and host.same["jax"] == jax.__version__ and not host.problems
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unwritable_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     config = replace(tiny_config(), run_dir=str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"process 0 .*: cannot write to .*/file"):
-        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+        preflight(config, make_mesh(MeshConfig()), "tokenizer")
 
 
 @pytest.mark.parametrize("finished", [0, 10])
 def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monkeypatch, finished):
-    config = replace(tiny_config(), run_dir=str(tmp_path / "run"), steps=10)
+    config = replace(tiny_config(), run_dir=str(tmp_path), steps=10)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    status, text = run_folder.RunStatus([], finished, finished, "id"), Mock(fingerprint="f")
+    status, text = RunStatus([], finished, finished, "id"), Mock(fingerprint="f")
     text.tokenizer.sha256 = "t"
     monkeypatch.setattr(start_module, "open_run", lambda *_: status)
     monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)
     full = pytest.raises(TrainingAborted, match=r"1\.0 kB are free at .* takes 0\.5 MB")
     with nullcontext() if finished == 10 else full:
         start_module.open_folder(build(config), text, False, None, Mock())
+
+
+def test_a_host_that_never_answers_ends_the_start(tmp_path, monkeypatch):
+    """Its disk does not answer, say, while JAX's heartbeat goes on."""
+    ended, reasons = threading.Event(), []
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("hosts.stop.end_as_hung", lambda reason: (reasons.append(reason), ended.set()))
+    monkeypatch.setattr(module, "exchange", lambda what, value: ended.wait(5) and [value])
+    preflight(replace(tiny_config(), run_dir=str(tmp_path)), make_mesh(MeshConfig()), "tokenizer")
+    assert reasons == ["the answers of all hosts take longer than 0.1 s"]
 
 
 def test_a_wrong_sum_is_a_user_error(monkeypatch):
@@ -106,7 +120,6 @@ def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch, shown_aft
             run_dir.mkdir(exist_ok=True)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    monkeypatch.setattr(module, "on_first_process", lambda function: True)  # process 0 has made it
     problems = problems_here(replace(tiny_config(), run_dir=str(run_dir)))
     assert problems == ([] if shown_after == 60 else [f"does not see {run_dir} of process 0: all hosts must share it"])
 

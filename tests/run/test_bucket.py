@@ -103,7 +103,7 @@ def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs):
     gcs.full = True
     config = replace(tiny_config(), run_dir=RUN)
     with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
-        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+        preflight(config, make_mesh(MeshConfig()), "tokenizer")
 
 
 def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with_the_role(gcs):
@@ -116,7 +116,7 @@ def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with
     config = replace(tiny_config(), run_dir=RUN)
     message = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
     with pytest.raises(UserError, match=message):
-        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+        preflight(config, make_mesh(MeshConfig()), "tokenizer")
 
 
 def test_a_missing_permission_is_named_with_its_role(gcs):
