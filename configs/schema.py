@@ -133,7 +133,7 @@ class DataConfig:
     mask_documents: bool = False
     """Restrict attention to a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: InFile[Free[NotNegative[int]]] = 2
-    """Threads that read batches ahead; at least 8 from a URL, whose rows this machine caches (20 GB)."""
+    """Threads that read batches ahead."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ def start(
     port: int | None = None,
     folders: Sequence[Path] = (ROOT,),
     devices: Sequence[int] = (1,),
-    only: int | None = None,
     variables: Callable[[int, int], dict[str, str]] | None = None,
 ) -> list[subprocess.Popen]:
-    """Start a process for each of `commands`, Python's arguments, or only number `only` of them. `folders` and
-    `devices` have one value each, or one for all. `variables(index, port)` tells processes how to meet; by default, by
+    """Start a process for each of `commands`, Python's arguments. `folders` and `devices` have one value
+    each, or one for all. `variables(index, port)` tells processes how to meet; by default, by
     JAX's variables."""
     port = port or free_ports(1)[0]
     number = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
@@ -41,7 +40,6 @@ def start(
             text=True,
         )
         for i, command in enumerate(commands)
-        if only in (None, i)
     ]
 
 

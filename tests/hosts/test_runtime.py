@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -39,14 +40,17 @@ def exit_code(main) -> int:
         (UserError("do this"), 2, "error: do this\n"),
         (NoCheckpoint("all are damaged"), 3, "error: all are damaged\n"),
         (StorageLost("the store"), 42, "error: the store; start all again\n"),
-        *(
-            (OSError(number, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n")
-            for number in (errno.ENOSPC, errno.EDQUOT)
-        ),
+        (OSError(errno.ENOSPC, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n"),
+        (OSError(errno.EDQUOT, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n"),
+        # A traceback: where nothing retries, a disk that fails is lost, and anything else is a fault of the code.
+        (OSError(errno.ESTALE, "stale", "runs/x"), 42, "Traceback (.|\n)*stale: 'runs/x'\n"),
+        (OSError(errno.EIO, "no answer", "runs/x"), 42, "Traceback (.|\n)*no answer: 'runs/x'\n"),
+        (ZeroDivisionError("a bug"), 1, "Traceback (.|\n)*ZeroDivisionError: a bug\n"),
     ],
 )
 def test_exit_codes(raised, code, says, capsys):
-    assert exit_code(Mock(return_value=0, side_effect=raised)) == code and capsys.readouterr().err == says
+    assert exit_code(Mock(return_value=0, side_effect=raised)) == code
+    assert re.fullmatch(says, capsys.readouterr().err)
 
 
 def test_ctrl_c_outside_of_training(capsys):
@@ -55,12 +59,6 @@ def test_ctrl_c_outside_of_training(capsys):
     code = exit_code(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
     assert code == 130 and "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_a_disk_that_fails_where_nothing_retries_is_lost(number, capsys):
-    error = OSError(number, os.strerror(number), "runs/x/events.jsonl")
-    assert exit_code(Mock(side_effect=error)) == 42 and "runs/x/events.jsonl" in capsys.readouterr().err
 
 
 LOG = """
@@ -136,11 +134,6 @@ def test_an_accelerator_that_is_not_here_or_not_used_is_a_mistake(platforms, fil
     monkeypatch.setattr("jax.default_backend", Mock(side_effect=backend))
     with pytest.raises(raised, match=says) if raised else nullcontext():
         require_platform()
-
-
-def test_other_errors_show_their_traceback(capsys):
-    assert exit_code(lambda: 1 // 0) == 1
-    assert "ZeroDivisionError" in (err := capsys.readouterr().err) and "lambda: 1 // 0" in err
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])
