@@ -35,8 +35,7 @@ from data.loader import StepBatches
 from hosts.runtime import cache_dir, run_command, start_jax
 from model.loss import loss_sums
 from training.build import build
-from training.optimizer import parameter_groups, peak_rates
-from training.schedule import make_schedule
+from training.optimizer import make_schedule, parameter_groups, peak_rates
 from training.state import split_model
 
 SCHEDULE = ScheduleConfig("warmup_cosine", warmup_steps=20, final=0.1)

@@ -35,7 +35,7 @@ from run.record import (
     this_process,
 )
 from training.mesh import device_groups
-from training.schedule import make_schedule
+from training.optimizer import make_schedule
 
 T = TypeVar("T")
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90

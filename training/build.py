@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from configs.schema import Config
 from training.diagnostics import make_measure
 from training.mesh import batch_devices, batch_shape, batch_sharding, make_mesh, parameter_layouts, sizes_of, step_shape
-from training.optimizer import make_optimizer
-from training.schedule import Schedule
+from training.optimizer import Schedule, make_optimizer
 from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 

@@ -13,7 +13,7 @@ distributes the stack over all devices: each device orthogonalises complete matr
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Num
 
 from configs.schema import DATA_AXES, MuonConfig, ScheduleConfig
 from training.mesh import resized, spec_of
-from training.schedule import Schedule
 from training.shares import ShardLayout, joined, parted
 
 # From the paper, for five iterations, a safety factor of 2e-2 and a cushion of 2.
@@ -53,7 +52,7 @@ class MuonState(NamedTuple):
 def muon(
     config: MuonConfig,
     course: ScheduleConfig,
-    rate: Schedule,
+    rate: Callable[[Num[Array, ""] | int], Float[Array, ""]],
     steps: int | float,
     layouts: Sequence[ShardLayout],
     mesh: Mesh,

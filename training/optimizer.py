@@ -1,7 +1,7 @@
-"""The optimizer: one group for each kind of parameter, with AdamW, or Muon for the matrices."""
+"""The optimizer: one group for each kind of parameter, with AdamW, or Muon for the matrices, and their schedules."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,22 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError, X0LambdasConfig
+from configs.schema import (
+    GroupConfig,
+    MeshConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    UserError,
+    X0LambdasConfig,
+)
 from model.gpt import map_parameters
 from training.mesh import make_mesh, parameter_layouts
 from training.muon import muon
-from training.schedule import Schedule, make_schedule
+
+Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
+"""The learning rate of a step, as a function of its number alone: without a counter that could drift."""
 
 
 def path_name(path: tuple) -> str:
@@ -42,6 +53,24 @@ def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
 def group_config(config: OptimizerConfig, group: str) -> GroupConfig | MuonConfig:
     """Return the options of a group."""
     return config.muon if group == "matrices" and config.matrices.kind == "muon" else getattr(config, group)
+
+
+def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
+    """Return the factor of the peak rate at step 0 <= t < steps: in (0, 1]. It reaches `final` at t = steps."""
+
+    def schedule(step: Num[Array, ""] | int) -> Float[Array, ""]:
+        t = jnp.asarray(step, jnp.float32)
+        rise = jnp.minimum(1.0, (t + 1) / max(config.warmup_steps, 1))
+        if config.kind == "constant":
+            return rise
+        if config.kind == "warmup_cosine":
+            progress = jnp.clip((t - config.warmup_steps) / max(steps - config.warmup_steps, 1), 0, 1)
+            fall = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        else:
+            fall = jnp.clip((steps - t) / max(config.warmdown * steps, 1), 0, 1)
+        return rise * (config.final + (1 - config.final) * fall)
+
+    return schedule
 
 
 def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:

@@ -27,8 +27,7 @@ from model.gpt import GPT
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
 from training.mesh import ROWS, parameter_layouts, spec_of, xla_options
-from training.optimizer import parameter_groups
-from training.schedule import Schedule
+from training.optimizer import Schedule, parameter_groups
 from training.shares import all_gather_data, on_each_device, reduce_scatter_data
 from training.state import TrainState, split_model
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.schema import ScheduleConfig
-from training.schedule import make_schedule
+from training.optimizer import make_schedule
 
 
 @pytest.mark.parametrize(
