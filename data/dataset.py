@@ -87,14 +87,8 @@ class Text:
         return max(int(epochs * sum(map(len, self.train))) // rows, 1)
 
     def outlook(self, rows: int, length: int) -> str:
-        """Return a line on the tokens of a run of `rows` rows, the epochs of each dataset, and those that run out."""
-        parts = []
-        for i, (name, taken) in enumerate(self.epochs(rows).items()):
-            size, out = len(self.train[i]), ""
-            if taken > 1:
-                again = self.mixture.row_after(i, size + 1, rows) - 1
-                out = f", whose rows come again after {again * length:,} tokens"
-            parts.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
+        """Return a line on the tokens of a run of `rows` rows, and the epochs of each dataset."""
+        parts = [f"{name} {taken:.3g} time{'s' * (taken != 1)}" for name, taken in self.epochs(rows).items()]
         return f"in {rows * length:,} tokens the run goes through " + "; ".join(parts)
 
 

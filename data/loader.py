@@ -6,7 +6,6 @@ The mesh determines its device, and each process reads only its own rows.
 """
 
 import sys
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,11 +54,6 @@ class Mixture:
             counts.append(rows - rest)
             rows, left = rest, left - proportion
         return tuple(counts)
-
-    def row_after(self, source: int, count: int, rows: int) -> int:
-        """Return the smallest n, of at most `rows`, for which the run's first n rows contain `count` rows of a
-        source."""
-        return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
 
 
 class RowSequence:
