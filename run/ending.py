@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -71,20 +74,38 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
     upload(config.run_dir)
     for sample in samples:
         print(f"---\n{sample}")
-    use = f"python sample.py --run_dir={quote(config.run_dir)} --prompt='...'"
-    if config.data.packing == "whole":  # conversations
-        use = f"python chat.py --run_dir={quote(config.run_dir)}"
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
         f"{spent}\n"
         f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
-        f"use it:       {use}\n"
-        f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
+        f"{next_commands(config)}"
     )
     tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
     return Exit.COMPLETE
+
+
+def next_commands(config: Config) -> str:
+    """Return what to do with a complete run, in the order in which people do it."""
+    run, tuned = quote(config.run_dir), quote(f"{config.name}-chat")
+    lines = [
+        f"look:         python -m tools.report {run}",
+        f"              tensorboard --logdir={run}/tensorboard",
+        f"sample:       python sample.py --run_dir={run} --prompt='...'",
+        f"chat:         python train.py --config=configs/chat.py --init_from={run} --name={tuned}",
+        f"              python chat.py --run_dir=runs/{tuned}",
+        "own text:     python train.py --config=configs/small.py --name=mine --data.source=FOLDER",
+    ]
+    if config.data.packing == "whole":  # conversations
+        lines[2:] = [
+            f"chat:         python chat.py --run_dir={run}",
+            f"web page:     python chat.py --run_dir={run} --serve",
+        ]
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if activate.exists() and shutil.which("python") != sys.executable:
+        lines.insert(0, f"first:        source {quote(os.path.relpath(activate))}")
+    return "\n".join([*lines, f"train longer: the same command with --steps={2 * config.steps} --accept_changes"])
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
