@@ -1,7 +1,6 @@
 """The end of a run's start: a message, the event, and the files of a complete run."""
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -21,6 +20,14 @@ from run.clock import Times, seconds_by_activity
 from run.notify import tell
 from run.record import Events, local_path, read_metrics, upload
 from training.state import TrainState, params_sha256
+
+FIGURES = {
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "val_bpb": "bits per byte",
+    "reward": "reward",
+    "pass_at_1": "pass@1",
+}
 
 
 def already_complete(config: Config, changes: list[str]) -> Exit:
@@ -74,15 +81,16 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
     upload(config.run_dir)
     for sample in samples:
         print(f"---\n{sample}")
+    reached = ", ".join(
+        f"{FIGURES[name]} {value:.4f}" for name, value in summary.items() if name in FIGURES and value is not None
+    )
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
-        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
-        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
-        f"{spent}\n"
+        f"{reached}\n{spent}\n"
         f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"{next_commands(config)}"
     )
-    tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
+    tell(config, "end", f"complete: {reached}", config.steps)
     return Exit.COMPLETE
 
 
@@ -116,6 +124,7 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
         return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
 
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
+    losses |= {name: value for name in ("reward", "pass_at_1") if (value := newest(name)) is not None}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
     return summary, newest("samples") or []
