@@ -21,13 +21,8 @@ from run.notify import tell
 from run.record import Events, local_path, read_metrics, upload
 from training.state import TrainState, params_sha256
 
-FIGURES = {
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "val_bpb": "bits per byte",
-    "reward": "reward",
-    "pass_at_1": "pass@1",
-}
+FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
+FIGURES |= {"reward": "reward", "pass_at_1": "pass@1"}
 
 
 def already_complete(config: Config, changes: list[str]) -> Exit:
