@@ -21,9 +21,6 @@ from run.notify import tell
 from run.record import Events, local_path, read_metrics, upload
 from training.state import TrainState, params_sha256
 
-FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
-FIGURES |= {"reward": "reward", "pass_at_1": "pass@1"}
-
 
 def already_complete(config: Config, changes: list[str]) -> Exit:
     """Report that the run has all its steps. Raise UserError if other options were asked for: they would do nothing."""
@@ -58,6 +55,10 @@ def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[di
         Events(config.run_dir).add("stop", step, code=code, seconds=times.so_far())
     seconds = seconds_by_activity(Events(config.run_dir).read())
     return seconds, "seconds: " + ", ".join(f"{activity} {taken:,.1f}" for activity, taken in seconds.items())
+
+
+FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
+FIGURES |= {"reward": "reward", "pass_at_1": "pass@1"}
 
 
 def complete(config: Config, state: TrainState, tokens: int, seconds: float, times: Times) -> Exit:
