@@ -124,7 +124,7 @@ def test_each_form_has_its_tokens_of_which_an_assistant_s_are_learned(tmp_path, 
             assert list(zip(tokens, learned(np.array(tokens), TOKENIZER.special_tokens).tolist())) == spelled(expected)
 
 
-def test_the_share_left_out_is_printed_and_counted(tmp_path, capfd):
+def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, capfd):
     rows = [{"instruction": f"a{i}", "output": f"b{i}"} for i in range(16)]
     bad = {"messages": [U, A | {"reasoning_content": "hm"}]}
     write_files(tmp_path, {"a.jsonl": jsonl(*rows, {"messages": [A, U, A]}, bad, bad, bad)})
@@ -134,6 +134,7 @@ def test_the_share_left_out_is_printed_and_counted(tmp_path, capfd):
     lost = "a message (assistant) has reasoning_content, which cannot be learned"
     assert facts["skipped"] == {lost: 3, GREETING: 1}
     assert facts["train"]["documents"] + facts["val"]["documents"] == 17
+    assert "conversations are made of the columns of Alpaca: instruction, output" in said
     assert "left out, of 20 document(s): " in said and f"3 {lost} (15%)" in said and f"1 {GREETING} (5%)" in said
 
 

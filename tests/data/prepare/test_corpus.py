@@ -2,6 +2,7 @@ import gzip
 import io
 import re
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -159,6 +160,16 @@ def test_a_compressed_file_that_is_empty_or_cut_off_is_refused_and_named(tmp_pat
         write_files(tmp_path, {f"x.jsonl{compression}": left})
         with pytest.raises(UserError, match=rf"x\.jsonl\{compression}: cannot be read to its end"):
             texts(find_corpus(str(tmp_path), on_error="skip"))
+
+
+@pytest.mark.parametrize("bits", [27, 28])
+def test_a_zstd_window_that_is_too_large_is_refused_with_one_that_is_not(tmp_path, bits):
+    """Write a frame of one block that is not compressed: its header has the window, as `zstd --long=BITS` gives it."""
+    line = jsonl({"text": "words"}).encode()
+    frame = b"\x28\xb5\x2f\xfd\0" + bytes([bits - 10 << 3]) + (len(line) << 3 | 1).to_bytes(3, "little") + line
+    corpus = find_corpus(write_files(tmp_path, {"x.jsonl.zst": frame}))
+    with nullcontext() if bits == 27 else pytest.raises(UserError, match=r"x\.jsonl\.zst: .*; .* at most --long=27"):
+        assert texts(corpus) == {"x.jsonl.zst line 1": "words"}
 
 
 @pytest.mark.parametrize("source", ["nowhere", "", "picture.png", "*.md", "gs://bucket/x"])
