@@ -176,8 +176,6 @@ class Corpus:
         record = json.loads(content)
         if isinstance(record, dict):
             record = record[self.text_column] if self.text_column in record else messages_in(record, self.text_column)
-        if isinstance(record, str):
-            record = json.loads(record)
         if not isinstance(record, list):
             raise ValueError("no list of messages")
         messages = as_messages(record)

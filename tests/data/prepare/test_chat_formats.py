@@ -47,8 +47,6 @@ FORMS = {
     "dolly": ({"instruction": "a", "context": "c", "response": "b", "category": "q"}, TURN.format("a\n\nc", "b")),
     "sharegpt": (sharegpt(human="hi", gpt="yo"), TURN.format("hi", "yo")),
     "sharegpt, a system": (sharegpt(system="s", human="hi", gpt="yo"), TURN.format("s\n\nhi", "yo")),
-    "prompt_completion": ({"prompt": "a", "completion": "b"}, TURN.format("a", "b")),
-    "prompt_completion, messages": ({"prompt": [U], "completion": [A]}, ASKED),
     "developer": (chat({"role": "developer", "content": "s"}, U, A), TURN.format("s\n\nweather?", "12 C")),
     "content_parts_openai": (chat(U | {"content": [{"type": "text", "text": t} for t in ("wea", "ther?")]}, A), ASKED),
     "tool_calls": (

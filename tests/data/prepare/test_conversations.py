@@ -68,7 +68,6 @@ def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
     write_lines(tmp_path / "a.jsonl", PLAIN)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
-    pq.write_table(pa.table({"messages": [*map(json.dumps, messages)]}), tmp_path / "e.parquet")
     write_lines(tmp_path / "f.jsonl", [{"turns": one} for one in messages])
     for path in sorted(tmp_path.iterdir()):
         corpus = find_corpus(str(path), "turns" * (path.name == "f.jsonl"), conversations=True)
