@@ -1,8 +1,10 @@
 """Test that many workers write what one writes, also if they or the command are killed."""
 
 import json
+import os
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -75,25 +77,19 @@ def test_kills_of_the_command_change_nothing(source, serial, tmp_path):
     assert digests(tmp_path / "out") == digests(serial)
 
 
-def test_a_killed_worker_ends_the_command_which_continues_with_the_same_bytes(source, serial, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="fewer --workers"):
-        patch.setattr("data.prepare.shard_layout._start_worker", os_exit)
+def test_a_killed_worker_ends_the_command(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.prepare.shard_layout._start_worker", partial(os._exit, 1))
+    with pytest.raises(UserError, match="fewer --workers"):
         prepare(source, tmp_path / "out", workers=2)
-    prepare(source, tmp_path / "out", workers=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_source_s_first_failure_is_reported_and_skipping_it_continues(source, serial, tmp_path, workers):
+    with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
+        prepare(replace(source, on_error="stop"), tmp_path / "out", workers=workers)
+    assert facts_of(tmp_path / "out")["shards"]
+    prepare(source, tmp_path / "out", workers=1)
     assert digests(tmp_path / "out") == digests(serial)
-
-
-def os_exit() -> None:
-    """End a worker as a kill would."""
-    import os
-
-    os._exit(1)
-
-
-def test_the_source_s_first_failure_is_reported_by_any_number_of_workers(source, tmp_path):
-    for workers in (1, 2):
-        with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
-            prepare(replace(source, on_error="stop"), tmp_path / str(workers), workers=workers)
 
 
 def test_duplicates_are_left_out_and_counted_by_any_number_of_workers(source, serial, tmp_path):

@@ -1,6 +1,5 @@
 import json
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -10,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import data.prepare.parts
 import data.prepare.preparation as module
 import data.prepare.selection as selection
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
-from data.prepare.__main__ import main
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import load_tokenizer
-from hosts.runtime import run_command
 from tests.data.preparations import digests, facts_of, jsonl, read_shard, tokens_of, write_files
 
 SIZE = 300
@@ -136,16 +132,6 @@ def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit
         assert digests(tmp_path / "out") == before
 
 
-def test_files_added_later_give_the_complete_dataset(settings, tmp_path):
-    prepare(settings, tmp_path / "out", max_files=3)
-    assert every_document(tmp_path / "out").total() == 3
-    prepare(settings, tmp_path / "out", max_files=12)
-    with pytest.raises(UserError, match="12 files already"):
-        prepare(settings, tmp_path / "out", max_files=3)
-    prepare(settings, tmp_path / "out")
-    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
-
-
 def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path, monkeypatch):
     trained = []
 
@@ -175,17 +161,6 @@ def test_a_too_large_vocabulary_names_a_valid_size_and_claims_no_folder(tmp_path
     assert load_tokenizer(tmp_path / "out" / "tokenizer").vocab_size == int(size[1])
 
 
-def test_skipped_documents_are_reported_and_counted_even_at_the_end(settings, tmp_path, capfd):
-    for name in ("0first", "5middle", "zlast"):
-        Path(settings.source, f"{name}.txt").write_bytes(b"\xfa\xfb")
-    Path(settings.source, "zzlast.txt").write_text("")
-    Path(settings.source, "table.jsonl").write_text("no json\n")
-    prepare(replace(settings, on_error="skip"), tmp_path / "out")
-    assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
-    output = capfd.readouterr()
-    assert "left out, of 25 document(s): 3 not UTF-8 (12%), " in output.err and not output.out
-
-
 def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_change_nothing(settings, tmp_path):
     prepare(settings, tmp_path / "out")
     before = digests(tmp_path / "out")
@@ -213,34 +188,6 @@ def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_ch
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):
         prepare(settings, tmp_path / "file" / "out")
-
-
-def test_the_command_names_file_and_line_with_code_2_or_writes_one_line_of_json(settings, tmp_path, monkeypatch, capfd):
-    Path(settings.source, "table.jsonl").write_text('{"text": "fine"}\n{"text": "fi\n')
-    codes = []
-    for out, chosen in (("stopping", settings), ("skipping", replace(settings, on_error="skip"))):
-        options = [f"--{name}={value}" for name, value in vars(chosen).items() if value]
-        monkeypatch.setattr(sys, "argv", ["data.prepare", f"--out={tmp_path / out}", "--workers=1", *options])
-        with pytest.raises(SystemExit) as ended:
-            run_command(main)
-        codes.append(ended.value.code)
-    output = capfd.readouterr()
-    assert codes == [2, 0]
-    assert "error: " in output.err and "table.jsonl line 2: not JSON" in output.err and "1 not JSON" in output.err
-    assert json.loads(output.out)["train"] == facts_of(tmp_path / "skipping")["train"]
-
-
-def test_after_a_bad_document_the_rest_can_be_prepared(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (1500, 1500))
-    Path(settings.source, "table.jsonl").write_text("\n".join([*LINES, "no json", *LINES[:5]]))
-    stopping = replace(settings, tokenizer=str(made_tokenizer(tmp_path)))
-    with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
-        prepare(stopping, tmp_path / "out", workers=1)
-    assert len(facts_of(tmp_path / "out")["shards"]) > 3
-    for out in ("out", "whole"):
-        prepare(replace(stopping, on_error="skip"), tmp_path / out, workers=1)
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert facts_of(tmp_path / "out")["skipped"] == {"not JSON": 1}
 
 
 def made_tokenizer(folder: Path) -> Path:

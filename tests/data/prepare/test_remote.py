@@ -131,6 +131,8 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endp
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
     assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
     assert len(Hub.asked) == 3  # no file twice
+    with pytest.raises(UserError, match="3 files already"):
+        prepare(source, tmp_path / "out", max_files=1)
 
 
 def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint, monkeypatch):
