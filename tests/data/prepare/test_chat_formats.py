@@ -29,6 +29,11 @@ TURN = (
     "<|user_start|>{}<|user_end|><|assistant_start|>[{}<|assistant_end|>]"  # an assistant's tokens, in [], are learned
 )
 ASKED, CALLED = TURN.format("weather?", "12 C"), "<|python_start|>{}<|python_end|>"
+CALCULATED = "<|python_start|>{}<|python_end|>]<|output_start|>{}<|output_end|>["
+CHOICES = (
+    "Multiple Choice question: 1 + 1?\n- 1=A\n- 2=B\n- 3=C\n- 4=D\n\n"
+    "Respond only with the letter of the correct answer."
+)
 
 
 def chat(*messages: dict) -> dict:
@@ -74,16 +79,13 @@ FORMS = {
         ),
     ),
     "leading answer": (chat(A, U, A), ASKED),
-}
-MMLU = {
-    "question": ["1 + 1?", "Which\nis red?"],
-    "subject": ["elementary_mathematics", ""],
-    "choices": [["1", "2", "3", "4"], ["sky", "a leaf", "snow", "blood"]],
-    "answer": [1, 3],
-}
-GSM8K = {
-    "question": ["How many?", "And then?", "None?"],
-    "answer": ["48/2 = <<48/2=24>>24.\nSo <<48+24=72>>72.\n#### 72", "<<1+1>>2 <<a=b=c>>\n#### 2", "#### 0"],
+    "mmlu": ({"question": "1 + 1?", "choices": [*"1234"], "answer": 1, "subject": ""}, TURN.format(CHOICES, "B")),
+    "gsm8k": (
+        {"question": "How many?", "answer": "48/2 = <<48/2=24>>24.\nSo <<1+1>>2.\n#### 2"},
+        TURN.format(
+            "How many?", f"48/2 = {CALCULATED.format('48/2', '24')}24.\nSo {CALCULATED.format('1+1', '')}2.\n#### 2"
+        ),
+    ),
 }
 
 
@@ -151,27 +153,3 @@ def test_a_table_or_an_array_of_something_else_is_refused_with_what_it_has(tmp_p
     corpus = find_corpus(f"{tmp_path}/d.jsonl", "turns", conversations=True)
     with pytest.raises(UserError, match="line 1: no conversation in the columns instruction, output"):
         list(corpus.documents(corpus.files[0]))
-
-
-def converted(folder: Path, columns: dict) -> list:
-    """Return the conversations of a .parquet with these columns."""
-    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
-    return documents(folder / "a.parquet")
-
-
-def test_multiple_choice_and_calculations(tmp_path):
-    first, _ = converted(tmp_path, MMLU)
-    question = "Multiple Choice question: 1 + 1?\n- 1=A\n- 2=B\n- 3=C\n- 4=D\n\n"
-    question += "Respond only with the letter of the correct answer."
-    assert first == [{"role": "user", "content": question}, {"role": "assistant", "content": "B"}]
-    first, *_ = converted(tmp_path, GSM8K)
-    parts = [(part["type"], part["text"]) for part in first[1]["content"]]
-    assert parts == [
-        ("text", "48/2 = "),
-        ("python", "48/2"),
-        ("python_output", "24"),
-        ("text", "24.\nSo "),
-        ("python", "48+24"),
-        ("python_output", "72"),
-        ("text", "72.\n#### 72"),
-    ]

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -194,12 +195,7 @@ def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
 
 
 def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path):
-    for name, value in (
-        ("vocab_size", 257),
-        ("sample_bytes", 0),
-        ("shard_tokens", 2**31),
-        ("val_fraction", float("nan")),
-    ):
+    for name, value in {"vocab_size": 257, "sample_bytes": 0, "shard_tokens": 2**31, "val_fraction": math.nan}.items():
         with pytest.raises(UserError, match=f"--{name}={value} cannot work: "):
             prepare(replace(preparation(prepared), **{name: value}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
