@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from data.prepare.listing import find_corpus
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +19,12 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return str(folder)
+
+
+def texts_of(source: object, **options: object) -> list[str]:
+    """Return the texts of a source's documents, those without text left out."""
+    corpus = find_corpus(str(source), on_error="skip", **options)
+    return [document.text for file in corpus.files for document in corpus.documents(file) if document.text]
 
 
 def jsonl(*records: object) -> str:

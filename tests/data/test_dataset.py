@@ -169,12 +169,6 @@ def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     os.close(stdin)
 
 
-def test_shards_without_their_record_are_refused(made, cache):
-    (made / "dataset.json").unlink()
-    with pytest.raises(UserError, match=r"made has shards without a dataset\.json; copy it there again"):
-        opened(made, cache)
-
-
 def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(made.parent)
     sources = (made.name, f"0.7:{made.name},0.3:./{made.name};from=9,raw", "raw/*.txt")
@@ -217,9 +211,11 @@ def test_text_elsewhere_is_refused_with_what_brings_it_here(cache):
         open_dataset("hf:owner/name", DataConfig(), SIZE, cache)
 
 
-def test_an_incomplete_dataset_is_refused(made, cache):
-    record = made / "dataset.json"
-    facts = json.loads(record.read_text())
+def test_an_incomplete_dataset_and_shards_without_their_record_are_refused(made, cache):
+    record, facts = made / "dataset.json", json.loads((made / "dataset.json").read_bytes())
     record.write_text(json.dumps({**facts, "shards": facts["shards"][:3], "complete": False}))
     with pytest.raises(UserError, match="is not complete; continue its preparation"):
+        opened(made, cache)
+    record.unlink()
+    with pytest.raises(UserError, match=r"made has shards without a dataset\.json; copy it there again"):
         opened(made, cache)
