@@ -1,5 +1,4 @@
 import gzip
-import io
 import re
 import sysconfig
 from contextlib import nullcontext
@@ -81,16 +80,15 @@ def test_a_single_file_is_cut_at_line_ends_else_spaces_else_characters_and_nothi
 RECORDS = [{"text": "one"}, {"text": "two\nlines", "id": 7}, {"id": 3, "text": "naïve"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        *(("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd), ("x.json.gz", gzip.compress)),
-        *(("x.json.zst", zstd), ("x.JSONL", bytes)),
-    ],
-)
-def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, name, pack):
+PACKED = {"jsonl": bytes, "JSONL": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstd, "json.gz": gzip.compress}
+PACKED |= {"json.zst": zstd, "JSONL.GZ": gzip.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, suffix):
+    name = f"x.{suffix}"
     content = jsonl(*RECORDS[:2]) + "\n" + jsonl(RECORDS[2])
-    corpus = find_corpus(write_files(tmp_path, {name: pack(content.encode())}))
+    corpus = find_corpus(write_files(tmp_path, {name: PACKED[suffix](content.encode())}))
     assert texts(corpus) == {f"{name} line 1": "one", f"{name} line 2": "two\nlines", f"{name} line 4": "naïve"}
 
 
@@ -181,14 +179,10 @@ def test_a_file_that_cannot_be_read_stops_or_is_reported(tmp_path, capfd):
     assert "b.txt cannot be read" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", [".TXT", ".Md", ".PY", ".JSONL", ".JSONL.GZ", ".Parquet", ".RST"])
-def test_extensions_have_no_case(tmp_path, suffix):
-    table = io.BytesIO()
-    pq.write_table(pa.table({"text": ["words"]}), table)
-    lines = jsonl({"text": "words"}).encode()
-    content = {".JSONL": lines, ".JSONL.GZ": gzip.compress(lines), ".Parquet": table.getvalue()}.get(suffix, b"words")
-    corpus = find_corpus(write_files(tmp_path, {f"a{suffix}": content}), text_extensions=".rST")
-    assert list(texts(corpus).values()) == ["words"]
+def test_extensions_have_no_case(tmp_path):
+    pq.write_table(pa.table({"text": ["words"]}), tmp_path / "a.Parquet")
+    source = write_files(tmp_path, dict.fromkeys(("b.TXT", "c.Md", "d.PY", "e.RST"), "words"))
+    assert list(texts(find_corpus(source, text_extensions=".rST")).values()) == ["words"] * 5
 
 
 @pytest.mark.parametrize("mark", ["utf-8-sig", "utf-8"])
