@@ -148,13 +148,8 @@ def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
     os.mkfifo(tmp_path / "stdin")
     stdin = os.open(tmp_path / "stdin", os.O_RDWR)
-    code = (
-        "import os, subprocess, sys\n"
-        "command = [sys.executable, '-m', 'data.prepare.raw', str(os.getpid())]\n"
-        "print(subprocess.Popen(command, stdin=open(sys.argv[1])).pid, flush=True)\n"
-        "input()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "stdin")]
+    code = '"$0" -m data.prepare.raw $$ < "$1" & echo $!; read _'
+    command = ["sh", "-c", code, sys.executable, str(tmp_path / "stdin")]
     parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     status = Path("/proc", parent.stdout.readline().strip(), "status")
     ended = lambda: not status.exists() or "State:\tZ" in status.read_text()

@@ -139,10 +139,8 @@ def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, cap
 
 
 def test_a_table_or_an_array_of_something_else_is_refused_with_what_it_has(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "chosen": ["y"]}), tmp_path / "a.parquet")
     write_files(tmp_path, {"b.json": '{"data": []}', "c.json": "{}\n{}\n"})
     says = {
-        "a.parquet": "no conversation in the columns prompt, chosen; known are",
         "b.json": "is not an array of conversations",
         "c.json": "is not JSON: .*; one conversation a line: call it .jsonl",
     }
