@@ -32,10 +32,9 @@ class Arguments(train.Arguments):
     """Folder of ChatCORE's bundle, for `reinforce.task=gsm8k`: gsm8k/main/ with `train` and `test`."""
 
 
-def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
     """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
     rows."""
-    times = Times()
     start.check_processes(config, arguments)
     fitting = Fitting(config, arguments.memory)
     built, questions, task = open_task(fitting.first(), arguments.bundle)
@@ -54,6 +53,7 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -
     state, step = resume_point.state, resume_point.step
     profile = Profile(config, step)
     log = RewardLog(built, questions, resume_point, start.batches_after(resume_point, built, questions), times)
+    checkpoints.scores = log.scores
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()

@@ -42,10 +42,9 @@ class Arguments:
     the machine has available."""
 
 
-def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
-    times = Times()
     start.check_processes(config, arguments)
     fitting = Fitting(config, arguments.memory)
     built, text = start.open_training(fitting.first())
@@ -65,6 +64,7 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Ex
     batches = train_batches(numbered, built.batch_sharding, config.data.workers)
     profile = Profile(config, step)
     log = MetricsLog(built, text, resume_point, numbered, times)
+    checkpoints.scores = log.scores
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
@@ -129,17 +129,23 @@ def main(what: str | None = __doc__, options: type[Arguments] = Arguments, run: 
     """Parse the options of a command, and run it. Return its exit code."""
     config, arguments = parse(what, options)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
+
+    def start_once() -> Exit:
+        times = Times()
+        with ending.failure_recorded(config, times):
+            return run(config, arguments, lock, stop, times)
+
     with Stop() as stop:
         start_jax()
         with RunLock(config.run_dir) as lock, notify_of_failure(config):
             try:
-                return run(config, arguments, lock, stop)
+                return start_once()
             except StartAgain as reason:
                 if jax.process_count() > 1:
                     raise  # the launcher starts all again
                 LOGGER.warning(str(reason))
             gc.collect()  # the arrays of the failed start
-            return run(config, arguments, lock, stop)
+            return start_once()
 
 
 if __name__ == "__main__":

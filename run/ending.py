@@ -2,7 +2,8 @@
 
 import json
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,11 +13,14 @@ import jax
 from configs.command_line import Exit
 from configs.files import write_picture, write_whole
 from configs.messages import LOGGER
+from configs.retry import StorageLost, first_line
 from configs.schema import Config, UserError
+from hosts.distributed import NoCheckpoint
+from hosts.runtime import StartAgain, TrainingAborted
 from hosts.stop import Stop
 from run.clock import Times, seconds_by_activity
 from run.notify import tell
-from run.record import Events, local_path, read_metrics, upload
+from run.record import Events, local_path, read_metrics, saved_up_to, upload
 from training.state import TrainState, params_sha256
 
 
@@ -45,6 +49,30 @@ def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
         upload(config.run_dir)
         tell(config, "end", f"stopped, exit code {int(code)}", step)
     return code
+
+
+CODES = {
+    TrainingAborted: Exit.FAILED,
+    NoCheckpoint: Exit.UNREADABLE,
+    StartAgain: Exit.PEER_LOST,
+    StorageLost: Exit.PEER_LOST,
+}
+
+
+@contextmanager
+def failure_recorded(config: Config, times: Times) -> Iterator[None]:
+    """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
+    an error whose code depends on the other processes (`hosts.runtime.leave`). A mistake and a kill record nothing."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):  # the disk may be full or gone
+                events = Events(config.run_dir)
+                if past := events.read():  # else it was not yet known that the folder is the run's
+                    facts = {"code": CODES.get(type(error)), "error": f"{type(error).__name__}: {first_line(error)}"}
+                    events.add("stop", saved_up_to(past), **facts, seconds=times.so_far())
+        raise
 
 
 def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[dict[str, float], str]:

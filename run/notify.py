@@ -25,12 +25,7 @@ WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reache
 WANDB_SECONDS = 30  # seconds that the end of a run waits for unsent lines
 
 
-def tell(
-    config: Config,
-    event: Literal["spike", "overfitting", "failure", "end"],
-    message: str,
-    step: int | None = None,
-) -> None:
+def tell(config: Config, event: Literal["spike", "failure", "end"], message: str, step: int | None = None) -> None:
     """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
     waits for it, for some seconds. A failure is reported and changes nothing."""
     if jax.process_index() == 0:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from run.checkpoint import (
     items_of,
     outside_event_loop,
 )
-from run.record import Events, local_path, other_writer, scores, upload
+from run.record import Events, local_path, other_writer, upload
 from training.state import TrainState
 
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
@@ -83,6 +83,8 @@ class Saver(Checkpoints):
         """Consecutive failed saves; the same on every process."""
         self.overdue = False
         """True if the last save failed; the same on every process."""
+        self.scores: Mapping[int, float] = {}
+        """Bits per byte of each evaluated step, on the first process: the best checkpoint is kept."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
@@ -118,7 +120,8 @@ class Saver(Checkpoints):
         if failure := on_first_process(lambda: _failure(begin)):
             self._failed(failure)
         else:
-            self.pending = Saving(self.run_dir, target, items_of(state), facts)
+            old = on_first_process(lambda: self._old([*self.steps, step]))
+            self.pending = Saving(self.run_dir, target, items_of(state), facts, old)
         self._give_up_after(MOST_FAILED)
 
     def poll(self) -> None:
@@ -130,8 +133,7 @@ class Saver(Checkpoints):
         self._give_up_after(MOST_FAILED)
 
     def wait(self) -> None:
-        """Wait for the end of the save in progress, and count it if it failed. After a success, delete old
-        checkpoints."""
+        """Wait for the end of the save in progress, and count it if it failed."""
         if not self.pending:
             return
         saved, self.pending = self.pending, None
@@ -143,11 +145,10 @@ class Saver(Checkpoints):
             on_first_process(self._try_to_clear)
         self.failures.clear()
         step = saved.facts["step"]
-        self.steps.append(step)
+        self.steps = [*(other for other in self.steps if other not in saved.old), step]
         if jax.process_index() == 0:
             with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
                 Events(self.run_dir).add("saved", step)
-        self._delete_old()
 
     def save_last(self, step: int, state: TrainState, facts: dict) -> None:
         """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause: raise
@@ -193,7 +194,10 @@ class Saver(Checkpoints):
         deletions of an earlier start that was killed."""
         if kind in (None, TrainingAborted) or jax.process_count() == 1:
             self.wait()
-            self._delete_old()
+            old = on_first_process(lambda: self._old(self.steps))
+            self.steps = [step for step in self.steps if step not in old]
+            if jax.process_index() == 0:
+                delete(self.folder, old)
         if kind is TrainingAborted:
             LOGGER.error(f"the newest checkpoint is of step {self.newest}" if self.steps else "no checkpoint was saved")
 
@@ -248,31 +252,15 @@ class Saver(Checkpoints):
         if newer:
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 
-    def _kept(self) -> set[int]:
-        """Return the steps to keep: the newest, every n-th, and the best by bits per byte on record."""
+    def _old(self, steps: list[int]) -> list[int]:
+        """Return those of `steps` to delete: all but the newest, every n-th, and the best by bits per byte."""
         every = self.config.keep_every
-        bits = dict(on_first_process(lambda: [*scores(self.run_dir).items()]))
-        kept = {*self.steps[-self.config.keep :], *(step for step in self.steps if every and step % every == 0)}
+        kept = {*steps[-self.config.keep :], *(step for step in steps if every and step % every == 0)}
         # NaN is not a score: it would be the best.
-        scored = [step for step in self.steps if math.isfinite(bits.get(step, math.nan))]
-        return kept | {min(reversed(scored), key=bits.__getitem__)} if scored else kept
-
-    def _delete_old(self) -> None:
-        """Delete all but the kept checkpoints. They are renamed before they are deleted, so no partial checkpoint has a
-        checkpoint's name. One that cannot be deleted stays, and does not block the next ones."""
-        kept = self._kept()
-        old = [step for step in self.steps if step not in kept]
-        self.steps = [step for step in self.steps if step in kept]
-        for path in [self.folder / str(step) for step in old] if jax.process_index() == 0 else ():
-            try:
-                if self._in_bucket:
-                    (path / UNFINISHED).write_text("")
-                    (path / COMMITTED).unlink(missing_ok=True)
-                    path.rmtree()
-                else:
-                    path.rename(self.folder / f"{path.name}{DELETED}").rmtree()
-            except Exception as error:
-                LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
+        scored = [step for step in steps if math.isfinite(self.scores.get(step, math.nan))]
+        if scored:
+            kept.add(min(reversed(scored), key=self.scores.__getitem__))
+        return [step for step in steps if step not in kept]
 
     def _move_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
         """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
@@ -288,6 +276,21 @@ class Saver(Checkpoints):
     @property
     def _in_bucket(self) -> bool:
         return in_bucket(self.folder)
+
+
+def delete(folder: epath.Path, steps: Sequence[int]) -> None:
+    """Delete the checkpoints of these steps. They are renamed before they are deleted, so no partial checkpoint has a
+    checkpoint's name. One that cannot be deleted stays, and does not block the next ones."""
+    for path in [folder / str(step) for step in steps]:
+        try:
+            if in_bucket(folder):
+                (path / UNFINISHED).write_text("")
+                (path / COMMITTED).unlink(missing_ok=True)
+                path.rmtree()
+            else:
+                path.rename(folder / f"{path.name}{DELETED}").rmtree()
+        except Exception as error:
+            LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
 
 def unfinished(folder: epath.Path) -> epath.Path:
@@ -315,12 +318,13 @@ def sync_folder(folder: Path) -> None:
 
 
 class Saving(threading.Thread):
-    """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
+    """Writes a checkpoint in the background: each process its parts, then the first process completes it, and deletes
+    old ones: a slow store delays no step."""
 
-    def __init__(self, run_dir: str | Path, folder: epath.Path, items: dict[str, Any], facts: dict):
-        """Copy the arrays off the devices. The folder `unfinished` must be empty."""
+    def __init__(self, run_dir: str | Path, folder: epath.Path, items: dict[str, Any], facts: dict, old: Sequence[int]):
+        """Copy the arrays off the devices. The folder `unfinished` must be empty. `old`: the steps to delete."""
         super().__init__(name=f"saving {folder.name}")
-        self.run_dir, self.folder, self.facts = run_dir, folder, facts
+        self.run_dir, self.folder, self.facts, self.old = run_dir, folder, facts, old
         # Without metadata of arrays: the other processes would wait until the first has made their folder.
         arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
         registry = ocp.type_handlers.create_type_handler_registry(arrays)
@@ -352,6 +356,8 @@ class Saving(threading.Thread):
         if not failed and jax.process_index() == 0:
             failed = _failure(lambda: upload(self.run_dir)) or _failure(self._complete)
         self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
+        if not self.failure and jax.process_index() == 0:
+            delete(self.folder.parent, self.old)
 
     def _complete(self) -> None:
         target = unfinished(self.folder)

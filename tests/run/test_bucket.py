@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 
 import fsspec.config
@@ -97,6 +98,20 @@ def test_a_store_s_errors_cost_only_a_save(gcs):
     close(checkpoints)
     assert Saver(RUN, KEEP_ALL).steps == [3]
     assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
+
+
+@pytest.mark.parametrize("run_dir", [RUN, ""], ids=["bucket", "disk"])
+def test_old_checkpoints_are_deleted_by_the_thread_that_saves(gcs, tmp_path, monkeypatch, run_dir):
+    """A slow store must not stall the loop of any host."""
+    checkpoints, threads = Saver(run_dir or tmp_path, CheckpointConfig(keep=1)), []
+    rmtree = type(checkpoints.folder).rmtree
+    delete = lambda path: threads.append(threading.current_thread()) or rmtree(path)
+    monkeypatch.setattr(type(checkpoints.folder), "rmtree", delete)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state_on(1)[0], FACTS)
+        checkpoints.wait()
+    assert checkpoints.steps == [3] and len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs):

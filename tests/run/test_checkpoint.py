@@ -130,8 +130,7 @@ BITS = {10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2}
 def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
     checkpoints = Saver(tmp_path, config)
     checkpoints.steps = [*bits]
-    lines = [{"step": step, "val_bpb": score, "time": 1.0} for step, score in bits.items() if score is not None]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoints.scores = {step: score for step, score in bits.items() if score is not None}
     for step in bits:
         (tmp_path / "checkpoints" / str(step)).mkdir()
     close(checkpoints)

@@ -188,6 +188,8 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
     assert "continuing after step 2 of 6" in said
     events = Events("halved").read()
     assert [event["rows_per_device"] for event in events if event["event"] == "out_of_memory"] == [8]
+    stops = [event for event in events if event["event"] == "stop"]
+    assert [event["code"] for event in stops] == [Exit.PEER_LOST, Exit.COMPLETE] and stops[0]["seconds"]["compile"] > 0
     assert fitted("halved")[-1] == 8
     assert json.loads(Path("halved/config.json").read_text())["config"]["batch"]["rows_per_device"] == 8
     np.testing.assert_allclose(losses("halved"), losses("whole"), rtol=2e-5)

@@ -20,8 +20,8 @@ class FakeSaving:
     failing: ClassVar[set[int]] = set()
     may_pass = False
 
-    def __init__(self, run_dir, folder, items, facts):
-        self.facts = facts
+    def __init__(self, run_dir, folder, items, facts, old):
+        self.facts, self.old = facts, old
         self.failure = f"{int(self.may_pass)} the disk is full" if facts["step"] in self.failing else ""
 
     def is_alive(self) -> bool:
