@@ -1,14 +1,16 @@
-"""The log of a run's steps: the lines of metrics.jsonl, the progress bar, and what is reported to the user."""
+"""The log of a run's steps: their time, the lines of metrics.jsonl, the progress bar, and reports to the user."""
 
 import json
 import math
 import platform
+import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,10 +25,9 @@ from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
 from model.gpt import flops_per_token
-from run.clock import Clock, Times
-from run.metrics import MetricsWriter
-from run.notify import Wandb, tell
-from run.record import read_metrics
+from run.ending import tell
+from run.metrics import MetricsWriter, Wandb
+from run.record import Times, read_metrics
 from training.build import Build
 from training.diagnostics import Diagnosis
 from training.state import TrainState
@@ -50,6 +51,72 @@ class ResumePoint(NamedTuple):
     """Seconds of training."""
     losses: tuple[float, ...] = ()
     """Losses of the newest steps, to compare a spike with."""
+
+
+class Rates(NamedTuple):
+    """Measurements of a clock since its last reading."""
+
+    tokens_per_second: float
+    data_wait: float
+    """Share of the time in which the devices were idle because the next batch was not there."""
+    own_seconds: float
+    """Seconds in which this process did not wait for its devices, whose collectives wait for other processes."""
+
+
+class Clock:
+    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
+
+    def __init__(self, seconds: float, tokens: int):
+        """Take the seconds and tokens of the starts before."""
+        self.before, self.origin = seconds, time.perf_counter()
+        self.last = (seconds, tokens)
+        self.stalled = self.on_devices = 0.0
+        """Seconds since the last reading: of `data_wait`, and of waiting for the devices."""
+        self.watching = ThreadPoolExecutor(1, "clock")
+        self.devices_done: Future[float] | None = None
+        """The time at which the devices completed the newest step."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self.before + time.perf_counter() - self.origin
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. Count the seconds of waiting for it in which the devices were idle."""
+        asked = time.monotonic()
+        batch = next(batches)
+        if self.devices_done and self.devices_done.done():
+            self.stalled += time.monotonic() - max(asked, self.devices_done.result())
+        return batch
+
+    def dispatched(self, metrics: Any) -> None:
+        """Note the newest step's metrics, which are ready once the devices have completed it."""
+        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
+
+    def rates(self, tokens: int) -> Rates:
+        """Return the measurements since the last reading, at which the run had fewer than `tokens` tokens."""
+        (seconds, before), self.last = self.last, (self.seconds, tokens)
+        passed, stalled, on_devices = self.last[0] - seconds, self.stalled, self.on_devices
+        self.stalled = self.on_devices = 0.0
+        return Rates((tokens - before) / passed, stalled / passed, passed - on_devices)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for the devices."""
+        start = time.perf_counter()
+        yield
+        self.on_devices += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside."""
+        start = time.perf_counter()
+        yield
+        self.origin += time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the thread, without a wait for the devices."""
+        self.watching.shutdown(wait=False, cancel_futures=True)
 
 
 class MetricsLog:

@@ -182,9 +182,9 @@ def test_a_complete_run_without_metrics_and_summary_is_completed_again(folder, m
 def test_the_command_s_own_options_are_compared_across_processes(monkeypatch):
     compared = []
     monkeypatch.setattr("run.start.check_hosts_agree", lambda about, value: compared.append(value))
-    for arguments in (Arguments(), Arguments(memory=3.0), Arguments(resume_step=2), Arguments(accept_changes=True)):
+    for arguments in (Arguments(), Arguments(resume_step=2), Arguments(accept_changes=True)):
         check_processes(tiny_config(), arguments)
-    assert compared[0] == compared[1] and len({*compared}) == 3
+    assert len({*compared}) == 3
 
 
 def test_each_start_records_its_versions(folder, monkeypatch):

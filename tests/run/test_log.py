@@ -12,10 +12,9 @@ import pytest
 
 from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
-from run.clock import Times
 from run.log import ENOUGH, MOST_SKIPPED, WINDOW, MetricsLog, ResumePoint, mfu_of
 from run.metrics import MetricsWriter
-from run.record import read_metrics
+from run.record import Times, read_metrics
 from tests.helpers import tiny_config
 from training.state import TrainState
 

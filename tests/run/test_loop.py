@@ -13,8 +13,8 @@ from configs.command_line import Exit
 from configs.schema import ProfileConfig
 from evaluation.evaluator import Evaluator
 from hosts.stop import Stop
-from run.clock import Profile
 from run.log import MetricsLog
+from run.metrics import Profile
 from run.record import Events, read_metrics
 from run.saver import Saver
 from tests.helpers import tiny_config

@@ -12,12 +12,12 @@ from configs.command_line import Exit
 from configs.retry import StorageLost
 from configs.schema import UserError
 from hosts.runtime import StartAgain, TrainingAborted
-from run.clock import ACTIVITIES, Times
-from run.ending import failure_recorded
-from run.notify import notify_of_failure
+from run.ending import failure_recorded, notify_of_failure
 from run.record import (
+    ACTIVITIES,
     UPLOADED,
     Events,
+    Times,
     batch_of,
     fetch_locally,
     local_path,

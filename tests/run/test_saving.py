@@ -98,7 +98,12 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
     with RunLock(tmp_path):
         checkpoints = Saver(tmp_path, CheckpointConfig())
         checkpoints.save(10, STATE, FACTS)
-        (tmp_path / "lock").write_text("process 7 on gpu-3, since then\nanother boot")
+        (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
         with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
             checkpoints.save(20, STATE, FACTS)
     assert checkpoints.pending.facts["step"] == 10
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_ends(tmp_path):
+    with pytest.raises(TrainingAborted, match=r"config\.json was deleted while the run wrote to its folder"):
+        Saver(tmp_path, KEEP_ALL).save(10, STATE, FACTS | {"config": {}})
