@@ -34,7 +34,6 @@ from configs.schema import UserError
 from hosts.runtime import run_command
 from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
 from run.saver import Saver
-from tests.evaluation.core_bundle import make_bundle
 from tests.hosts.processes import environment_of
 from tools import report
 
@@ -225,34 +224,6 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
     assert "python sample.py --run_dir='killed twice' --prompt=" in capfd.readouterr().out
     assert_as_untouched(run_dir, untouched)
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
-
-
-@pytest.mark.medium
-def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
-    """The second stage starts with row 160, in step 10."""
-    monkeypatch.chdir(folder)
-    ones, twos = "text/1*.txt", "text/2*.txt"
-    source = f"--data.source=0.75:{ones},0.25:{twos};from=5_120,{twos}"
-    command = ("--config=tiny.py", source, "--data.tokenizer=untouched/tokenizer", "--run_dir=staged", "--steps=20")
-    assert run("train", monkeypatch, *command, *FAST) == 0
-    epochs = {line["step"]: line["epochs"] for line in read_metrics("staged") if "epochs" in line}
-    taken = lambda name, first, last: epochs[last][name] - epochs[first][name]
-    assert taken("2*.txt", 4, 8) / taken("2*.txt", 12, 20) == pytest.approx(0.25 / 2, rel=0.05)
-    assert taken("1*.txt", 12, 20) == 0 < taken("1*.txt", 4, 8)
-    events = EventAccumulator("staged/tensorboard").Reload()
-    assert [event.step for event in events.Scalars("epochs/1_.txt")] == sorted(epochs)
-
-
-@pytest.mark.medium
-def test_evaluate_writes_core_with_a_picture(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    make_bundle(folder / "bundle")
-    command = ("--run_dir=untouched", "--tasks=core", "--bundle=bundle", "--items=16", "--out=figures", "--json")
-    assert run("evaluate", monkeypatch, *command) == 0
-    result = json.loads(capsys.readouterr().out)
-    left = folder / "figures" / "core" / "step_120_items_16"
-    assert result["step"] == 120 and json.loads((left / "core.json").read_text())["core"] == result["core"]
-    assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.medium
@@ -492,13 +463,6 @@ def test_training_a_network_further_needs_its_tokenizer(folder, untouched, monke
     assert not Path("on new").exists()
 
 
-def test_a_renamed_run_continues(folder, untouched, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    shutil.copytree("untouched", "renamed")
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=renamed", "--name=another") == 0
-    assert "renamed is complete" in capfd.readouterr().out
-
-
 @pytest.mark.medium
 def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_sound_one_nothing_starts(
     folder, untouched, monkeypatch, capfd
@@ -542,19 +506,3 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     assert "none of the checkpoints in" in capfd.readouterr().err
     assert lines_of(folder / "half") == before  # nothing restarts, and nothing is deleted
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}
-
-
-@pytest.mark.medium
-def test_a_jump_is_logged_with_the_rows_that_tools_dataset_shows(folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.log.SPIKE", 0.5)
-    options = ("--config=tiny.py", "--run_dir=jumpy", *FAST, "--steps=20")
-    assert run("train", monkeypatch, *options) == 0
-    output = "".join(capfd.readouterr())
-    first = next(line for line in lines_of(folder / "jumpy") if "spike" in line)
-    spike, step = first["spike"], first["step"]
-    assert spike["loss"] > 0.5 * spike["median"] and len(spike["rows"]) == 16
-    assert f"step {step}: the loss jumped to " in output
-    assert f"python -m tools.dataset jumpy --step={step - 1}" in output
-    assert run("inspect", monkeypatch, "jumpy", f"--step={step - 1}", "--rows=1") == 0
-    assert f"row {spike['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out

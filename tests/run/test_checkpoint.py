@@ -172,13 +172,6 @@ def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
         Checkpoints(tmp_path).facts(3)
 
 
-def test_no_checkpoint(tmp_path):
-    assert Checkpoints(tmp_path).steps == []
-    assert Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1]) is None
-    with pytest.raises(UserError, match="no checkpoint"):
-        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
-
-
 # Damage.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int32"])
 def test_checksums_tell_every_element_and_every_bit(dtype):

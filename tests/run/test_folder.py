@@ -24,7 +24,6 @@ from configs.schema import (
 )
 from hosts.runtime import versions
 from run import folder as run_folder
-from run.checkpoint import load_run
 from run.folder import RunLock
 from run.record import Events
 from run.saver import Saver
@@ -191,12 +190,6 @@ def test_a_mistake_that_is_found_after_the_first_step_deletes_no_record(config):
         open_run(replace(config, seed=7), "print", False)
 
 
-def test_a_bucket_that_cannot_be_read_is_named(config, gcs):
-    gcs.forbidden = True
-    with pytest.raises(UserError, match=r"^--run_dir=gs://bucket/run cannot be read: Forbidden"):
-        open_run(replace(config, run_dir="gs://bucket/run"), "print", False)
-
-
 def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
@@ -204,14 +197,6 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
     (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed preflight
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
     assert open_run(config, "print", False) == [] and record_of(config)["dataset"] == "print"
-
-
-def test_using_a_folder_without_a_run_names_existing_runs(config, tmp_path, monkeypatch):
-    open_run(config, "print", accept_changes=False)
-    monkeypatch.chdir(tmp_path)
-    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    with pytest.raises(UserError, match=r"^runs/typo holds no run .*runs here: runs/run$"):
-        load_run("runs/typo", mesh)
 
 
 def test_one_process_uses_a_run_at_a_time(config):

@@ -81,16 +81,6 @@ def test_both_show_each_step_once_with_its_time_after_any_number_of_resumes(tmp_
     assert all(event.wall_time == event.value for event in shown(tmp_path / "tensorboard").Scalars("loss"))
 
 
-def test_a_viewer_that_keeps_tensorboard_s_folder_on_nfs_is_no_problem(tmp_path, monkeypatch):
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / ".nfs01").write_text("a deleted file that a viewer has open")
-    monkeypatch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
-    writer = MetricsWriter(tmp_path, 0)
-    writer.write({"step": 1, "loss": 2.0})
-    writer.close()
-    assert not writer.problem and [event.value for event in shown(tmp_path / "tensorboard").Scalars("loss")] == [2.0]
-
-
 def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_path):
     samples = ["def a():\n    pass", "a\n````\nb"]
     write(tmp_path, 0, [{"step": 5, "loss": 1.5, "norm": {"embed": 2.0, "head": 3}, "mfu": None, "samples": samples}])

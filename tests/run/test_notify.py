@@ -28,12 +28,6 @@ def test_the_command_receives_event_and_run(tmp_path):
     assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
 
 
-def test_a_jump_does_not_wait_for_the_command(tmp_path):
-    began = time.monotonic()
-    tell(config_with(tmp_path, on_event="sleep 5"), "spike", "", 3)
-    assert time.monotonic() - began < 4 and (tmp_path / "on_event.log").exists()
-
-
 def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(ending, "COMMAND_SECONDS", 0.1)
     began = time.monotonic()

@@ -9,7 +9,7 @@ from hosts.runtime import TrainingAborted
 from run import saver
 from run.folder import RunLock
 from run.saver import Saver
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, close, state_on
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, state_on
 
 STATE = state_on(1)[0]
 
@@ -83,13 +83,6 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: FakeSaving.failing.clear())
     checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10))
     train(checkpoints)
-    assert checkpoints.steps == [40]
-
-
-def test_the_end_saves_a_last_step_whose_save_never_began(tmp_path):
-    checkpoints = Saver(tmp_path, KEEP_ALL)
-    checkpoints.save_last(40, STATE, FACTS)
-    close(checkpoints)
     assert checkpoints.steps == [40]
 
 
