@@ -138,6 +138,8 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
 
 
 def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
     saved(tmp_path, (1,))
     for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
         (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
