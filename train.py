@@ -60,7 +60,7 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times
     batches = train_batches(numbered, built.batch_sharding, config.data.workers)
     profile = Profile(config, step)
     log = MetricsLog(built, text, resume_point, numbered, times)
-    checkpoints.scores = log.scores
+    checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s

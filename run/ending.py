@@ -175,9 +175,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    for tokens, _ in course("changes"):
-        axes.axvline(tokens, color="black", linestyle=":", linewidth=1)
-        axes.annotate(" options changed", (tokens, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

@@ -89,16 +89,6 @@ def test_it_takes_all_steps_and_saves_the_last_before_its_evaluation(start, monk
 
 
 @pytest.mark.medium
-def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(start, monkeypatch):
-    with monkeypatch.context() as patch:
-        call_at(patch, Evaluator, "__call__", 2, lambda: 1 // 0)
-        assert start("killed") == Exit.FAILED
-    assert saved("killed") == [2, 4] and evaluated("killed") == [0]
-    assert start("killed") == Exit.COMPLETE
-    assert evaluated("killed") == [0, 4, 8] and [*losses(Path("killed"))] == [*range(1, 9)]
-
-
-@pytest.mark.medium
 @pytest.mark.parametrize("last", [3, 8])
 def test_a_run_asked_to_stop_saves_its_step_without_evaluation(start, monkeypatch, last):
     with monkeypatch.context() as patch:

@@ -103,16 +103,6 @@ def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
     assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
 
 
-def test_loss_is_drawn_from_the_lines(tmp_path):
-    lines = [{"step": 0, "tokens": 0, "val_loss": 5.0}, *(line(step, 5 - step) for step in range(1, 4))]
-    write(
-        tmp_path, 0, [*lines, {"step": 3, "tokens": 30, "changes": ["x"]}, {"step": 3, "tokens": 30, "val_loss": 2.0}]
-    )
-    path = plot_loss(tmp_path)
-    assert path == tmp_path / "loss.png"
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-
-
 def full(*_):
     raise OSError(28, "No space left on device")
 
