@@ -21,8 +21,8 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 from configs import retry
 from configs.files import in_bucket
 from configs.messages import LOGGER
-from configs.retry import StorageLost, first_line, permission_hint, with_retries
-from configs.schema import CheckpointConfig, UserError
+from configs.retry import StorageLost, first_line, with_retries
+from configs.schema import CheckpointConfig
 from hosts.distributed import Damaged, NoCheckpoint, max_over_processes, on_first_process
 from hosts.runtime import TrainingAborted, versions
 from run.checkpoint import Checkpoints, all_finite, arrays_of, checksums, digest, items_of
@@ -37,7 +37,7 @@ from run.checkpoint_files import (
     is_there,
     unfinished,
 )
-from run.record import Events, local_path, other_writer
+from run.record import Events, local_path, other_writer, reading
 from training.state import TrainState
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -59,14 +59,8 @@ class Saver(Checkpoints):
         """Open the run's folder of checkpoints, and clear it of what a kill left."""
         self.config, self.run_dir = config, run_dir
         self.folder = checkpoint_folder(run_dir)
-        try:
+        with reading(f"the checkpoints in {run_dir}"):
             on_first_process(lambda: with_retries(str(self.folder), self._clear))
-        except (UserError, StorageLost):
-            raise
-        except Exception as error:  # from the disk or the store
-            raise UserError(
-                f"checkpoints cannot be kept in {run_dir}: {first_line(error)}{permission_hint(error)}"
-            ) from error
         super().__init__(run_dir)
         self.pending: Saving | None = None
         """The save in progress."""

@@ -8,7 +8,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.ending import plot_loss
 from run.metrics import MetricsWriter
 from run.record import read_metrics
 
