@@ -1,25 +1,34 @@
-"""The end of a run's start: a message, the event, and the files of a complete run."""
+"""The end of a run's start: a message, the event, the files of a complete run, and the user's command at events.
+
+--log.on_event starts the command. Training never waits for it, and its failure does not stop training.
+"""
 
 import json
+import math
 import os
 import shutil
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from configs.command_line import Exit
 from configs.files import write_picture, write_whole
-from configs.messages import LOGGER
+from configs.messages import LOGGER, start_hook
+from configs.retry import StorageLost, first_line
 from configs.schema import Config, UserError
+from hosts.distributed import NoCheckpoint
+from hosts.runtime import StartAgain, TrainingAborted
 from hosts.stop import Stop
-from run.clock import Times, seconds_by_activity
-from run.notify import tell
-from run.record import Events, local_path, read_metrics, upload
+from run.record import Events, Times, local_path, read_metrics, saved_up_to, seconds_by_activity, storage_path, upload
 from training.state import TrainState, params_sha256
+
+COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends
 
 
 def already_complete(config: Config, changes: list[str]) -> Exit:
@@ -47,6 +56,56 @@ def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
         upload(config.run_dir)
         tell(config, "end", f"stopped, exit code {int(code)}", step)
     return code
+
+
+def tell(config: Config, event: Literal["spike", "failure", "end"], message: str, step: int | None = None) -> None:
+    """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
+    waits for it, for some seconds. A failure is reported and changes nothing."""
+    if jax.process_index() == 0:
+        wait = COMMAND_SECONDS if event in ("failure", "end") else 0
+        start_hook(config, event, message, step, log=local_path(config.run_dir) / "on_event.log", wait=wait)
+
+
+@contextmanager
+def notify_of_failure(config: Config) -> Iterator[None]:
+    """Notify of an exception inside, unless somebody asked for the end. Keep its traceback in the run's folder, except
+    for a user's mistake and for an aborted training."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError | TrainingAborted):
+            with suppress(Exception):  # the disk or the store may have failed
+                name = f"traceback-{jax.process_index()}.txt"
+                (storage_path(config.run_dir) / name).write_text(traceback.format_exc())
+        tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):
+                upload(config.run_dir)
+        raise
+
+
+CODES = {
+    TrainingAborted: Exit.FAILED,
+    NoCheckpoint: Exit.UNREADABLE,
+    StartAgain: Exit.PEER_LOST,
+    StorageLost: Exit.PEER_LOST,
+}
+
+
+@contextmanager
+def failure_recorded(config: Config, times: Times) -> Iterator[None]:
+    """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
+    an error whose code depends on the other processes (`hosts.runtime.leave`). A mistake and a kill record nothing."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):  # the disk may be full or gone
+                events = Events(config.run_dir)
+                if past := events.read():  # else it was not yet known that the folder is the run's
+                    facts = {"code": CODES.get(type(error)), "error": f"{type(error).__name__}: {first_line(error)}"}
+                    events.add("stop", saved_up_to(past), **facts, seconds=times.so_far())
+        raise
 
 
 def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[dict[str, float], str]:
@@ -143,9 +202,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    for tokens, _ in course("changes"):
-        axes.axvline(tokens, color="black", linestyle=":", linewidth=1)
-        axes.annotate(" options changed", (tokens, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
