@@ -104,6 +104,7 @@ $(STAMP): pyproject.toml
 		[ -n "$(PYTHON)" -a "$$($(BIN)/python -c '$(VERSION)')" != "$$($$python -c '$(VERSION)')" ]; then \
 		rm -rf $(VENV); \
 	fi; \
+	echo "installing into $(VENV) with $$python; this takes minutes" >&2; \
 	if command -v uv >/dev/null; then \
 		test -d $(VENV) || uv venv --quiet --python "$$(command -v $$python)" $(VENV) || exit 2; \
 		uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"; \

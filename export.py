@@ -24,8 +24,8 @@ from interchange.folders import beyond_hf, write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
+from run.checkpoint import read_in_shards
 from run.record import Events, batch_of, fetch_locally, scores
-from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 from training.state import split_model
 

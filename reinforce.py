@@ -18,10 +18,10 @@ from model.gpt import parameter_shapes
 from reinforcement.rollouts import Rollouts, advantages
 from reinforcement.start import RewardLog, open_task
 from run import ending, start
-from run.clock import Profile, Times
-from run.fitting import Fitting, refuse_what_does_not_fit
+from run.fitting import Fitting
 from run.folder import RunLock
-from run.record import scores
+from run.metrics import Profile
+from run.record import Times, scores
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,27 @@ class Arguments(train.Arguments):
     """Folder of ChatCORE's bundle, for `reinforce.task=gsm8k`: gsm8k/main/ with `train` and `test`."""
 
 
-def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
     """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
     rows."""
-    times = Times()
     start.check_processes(config, arguments)
-    fitting = Fitting(config, arguments.memory)
+    fitting = Fitting(config)
     built, questions, task = open_task(fitting.first(), arguments.bundle)
     status, checkpoints = start.open_folder(built, questions, arguments.accept_changes, arguments.resume_step, lock)
     if status.finished == checkpoints.newest == built.config.steps:
         return ending.already_complete(built.config, status.changes)
-    with refuse_what_does_not_fit():
-        built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
+    built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
     config = built.config
-    origin = {"run_id": status.run_id, "dataset": questions.fingerprint, "config": dataclasses.asdict(config)}
+    origin = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}
     origin |= {"shapes": parameter_shapes(config.model)}
 
-    resume_point = start.resume(built, checkpoints, status.run_id, times) or start.begin(built)
+    resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     rollouts = Rollouts(built, task, questions.tokenizer, resume_point.state.params)
     start.record_start(built, questions, status.changes, resume_point)
     state, step = resume_point.state, resume_point.step
     profile = Profile(config, step)
     log = RewardLog(built, questions, resume_point, start.batches_after(resume_point, built, questions), times)
+    checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()

@@ -9,7 +9,7 @@ import jax
 
 from configs.command_line import Exit, parse
 from configs.messages import LOGGER, ignore_output_errors
-from configs.schema import Config, NotNegative, Positive
+from configs.schema import Config, Positive
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from hosts.distributed import on_first_process
@@ -17,12 +17,12 @@ from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
 from run import ending, start
-from run.clock import Profile, Times
-from run.fitting import Fitting, refuse_what_does_not_fit
+from run.ending import notify_of_failure
+from run.fitting import Fitting
 from run.folder import RunLock
 from run.log import MetricsLog
-from run.notify import notify_of_failure
-from run.record import scores
+from run.metrics import Profile
+from run.record import Times, scores
 from run.saver import Saver
 from training.state import TrainState
 
@@ -37,34 +37,30 @@ class Arguments:
     resume_step: Positive[int] | None = None
     """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/. After a jump of the loss,
     another `--seed` with `--accept_changes` gives the coming steps other rows."""
-    memory: NotNegative[float] = 0.0
-    """GiB of a device, in place of what it reports, for `--batch.rows_per_device=auto`. A CPU reports the memory that
-    the machine has available."""
 
 
-def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop) -> Exit:
+def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
-    times = Times()
     start.check_processes(config, arguments)
-    fitting = Fitting(config, arguments.memory)
+    fitting = Fitting(config)
     built, text = start.open_training(fitting.first())
     status, checkpoints = start.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock)
     if status.finished == checkpoints.newest == built.config.steps:
         return ending.already_complete(built.config, status.changes)
-    with refuse_what_does_not_fit():
-        built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
+    built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, Evaluator(built, text)
-    origin = {"run_id": status.run_id, "dataset": text.fingerprint, "config": dataclasses.asdict(config)}
+    origin = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}
     origin |= {"shapes": parameter_shapes(config.model)}
 
-    resume_point = start.resume(built, checkpoints, status.run_id, times) or start.begin(built)
+    resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     start.record_start(built, text, status.changes, resume_point)
     state, step = resume_point.state, resume_point.step
     numbered = start.batches_after(resume_point, built, text)
     batches = train_batches(numbered, built.batch_sharding, config.data.workers)
     profile = Profile(config, step)
     log = MetricsLog(built, text, resume_point, numbered, times)
+    checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
@@ -129,17 +125,23 @@ def main(what: str | None = __doc__, options: type[Arguments] = Arguments, run: 
     """Parse the options of a command, and run it. Return its exit code."""
     config, arguments = parse(what, options)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
+
+    def start_once() -> Exit:
+        times = Times()
+        with ending.failure_recorded(config, times):
+            return run(config, arguments, lock, stop, times)
+
     with Stop() as stop:
         start_jax()
         with RunLock(config.run_dir) as lock, notify_of_failure(config):
             try:
-                return run(config, arguments, lock, stop)
+                return start_once()
             except StartAgain as reason:
                 if jax.process_count() > 1:
                     raise  # the launcher starts all again
                 LOGGER.warning(str(reason))
             gc.collect()  # the arrays of the failed start
-            return run(config, arguments, lock, stop)
+            return start_once()
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator, evaluate
 from hosts.runtime import run_command, start_jax
-from run.clock import Clock
-from run.log import ResumePoint
+from run.log import Clock, ResumePoint
 from run.start import batches_after, open_training
 
 

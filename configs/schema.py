@@ -343,11 +343,10 @@ class LogConfig:
     every_steps: Positive[int] = 10
     """Steps between lines of metrics.jsonl and points in TensorBoard."""
     on_event: str = ""
-    """A command for the shell, started on the first process at a jump of the loss, overfitting, a failure and
-    the end. TOKENSUM_EVENT (`spike`, `overfitting`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP,
-    TOKENSUM_RUN and TOKENSUM_RUN_DIR describe the event. It runs in the background; its failure does not stop training.
-    config.json records the command unchanged, so take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE"
-    "$HOOK"`)."""
+    """A command for the shell, started on the first process at a jump of the loss, a failure and the end.
+    TOKENSUM_EVENT (`spike`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and TOKENSUM_RUN_DIR
+    describe the event. It runs in the background; its failure does not stop training. config.json records the command
+    unchanged, so take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
     wandb: str = ""
     """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which also gets the numbers. The key comes
     from WANDB_API_KEY or `wandb login`. Empty: nothing is sent."""

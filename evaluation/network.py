@@ -14,9 +14,9 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network, tokenizer_in
+from run.checkpoint import load_run
 from run.folder import record_of
 from run.record import fetch_locally
-from run.saved_run import load_run
 from training.mesh import make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
 

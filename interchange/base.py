@@ -11,7 +11,7 @@ from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.init_from import is_run, network_config, tokenizer_in
 from interchange.nanochat import newest_checkpoint
-from run.checkpoint import finished_steps
+from run.checkpoint_files import finished_steps
 from run.folder import record_of
 from run.record import fetch_locally
 

@@ -1,75 +1,44 @@
 """The checkpoints of a run, and how to read them. run/saver.py writes them.
 
-checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these
-checkpoints/<step>/rest/       optimizer state, skipped steps
-checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
-
-On a disk Orbax writes a folder under another name and renames it when it is complete. A bucket has no atomic rename: a
-folder is complete when commit_success.txt exists. Orbax does not detect flipped bits in an array's file, so checksums
-are saved with the arrays, and compared at each read.
+Orbax does not detect flipped bits in an array's file, so checksums are saved with the arrays, and compared at each
+read.
 """
 
-import asyncio
+import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, UInt32
 
 from configs.files import StorageLost, causes, first_line, in_bucket, is_transient, permission_hint, with_retries
-from configs.schema import UserError
+from configs.schema import Config, MeshConfig, UserError
+from configs.validation import validate
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
-from run.record import reading, storage_path
+from run.checkpoint_files import FACTS, checkpoint_folder, finished_steps, is_there, read_arrays, read_facts
+from run.folder import record_of
+from run.record import reading
+from training.build import build
+from training.mesh import make_mesh, sizes_of
 from training.optimizer import path_name
 from training.shares import padded
-from training.state import TrainState
+from training.state import TrainState, abstract_params
 
-COMMITTED = "commit_success.txt"  # in a bucket: written last
-UNFINISHED = "unfinished"  # in a bucket: there while a checkpoint is written or deleted by its run
-FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
-T = TypeVar("T")
 CONTENT = (ValueError, LookupError, OSError)  # what Orbax, tensorstore and json raise for a damaged or missing file
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
-
-
-def is_there(path: epath.Path) -> bool:
-    """Return whether a file or folder exists. Raise OSError if the disk does not answer; `exists` would return
-    False."""
-    if in_bucket(path):
-        return path.exists()
-    try:
-        os.stat(path)  # path.stat() fails if the owner or group has no name on this machine (google/etils#790)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def checkpoint_folder(run_dir: str | Path) -> epath.Path:
-    """Return the folder of a run's checkpoints."""
-    return storage_path(run_dir) / "checkpoints"
-
-
-def finished_steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of a run's complete checkpoints, in order."""
-    folder = checkpoint_folder(run_dir)
-    if not is_there(folder):
-        return []
-    last_written = COMMITTED if in_bucket(folder) else FACTS
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_there(path / last_written))
 
 
 class Checkpoints:
@@ -90,20 +59,13 @@ class Checkpoints:
         """Return the newest complete checkpoint's step; 0 if there is none."""
         return max(self.steps, default=0)
 
-    def restore(self, step: int, abstract: TrainState, run_id: str = "") -> tuple[TrainState, dict]:
-        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it. `run_id`:
-        of the run that continues; empty: any run's state is right.
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
+        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
         Raise the same exception on every process: UserError for another network or optimizer, Damaged if the bytes
         differ from the saved ones, StorageLost if a disk or store does not answer for long.
         """
         facts = self.facts(step)
-        if run_id and facts.get("run_id", run_id) != run_id:  # runs of before have none
-            other = facts["config"]
-            raise UserError(
-                f"checkpoint {step} in {self.folder} is of another run (name {other['name']}, seed {other['seed']}, "
-                f"run_dir {other['run_dir']}): two runs write to one folder; give each its own"
-            )
         self._require_same_state(facts, arrays_of(abstract))
         items = self._read(step, items_of(abstract))
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
@@ -121,26 +83,19 @@ class Checkpoints:
 
     def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
         """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step.
-        Raise UserError if there is no checkpoint, and NoCheckpoint, naming a sound one, if it is damaged."""
+        Raise UserError if there is no checkpoint, and NoCheckpoint, naming the others, if it is damaged."""
         step = self.asked(step)
         try:
-            return self._params(step, abstract), step
+            facts = self.facts(step)
+            self._require_same_network(facts, abstract, part=True)
+            items = self._read(step, {"params": abstract})
+            require_checksums(facts["checksums"], items, facts["shapes"])
         except Damaged as error:
-            why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
-        for other in [other for other in reversed(self.steps) if other != step]:
-            with suppress(Damaged):
-                self._params(other, abstract)
-                raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
-        raise NoCheckpoint(f"{why}, and there is no sound one")
-
-    def _params(self, step: int, abstract: dict) -> dict:
-        facts = self.facts(step)
-        self._require_same_network(facts, abstract, part=True)
-        items = self._read(step, {"params": abstract})
-        require_checksums(facts["checksums"], items, facts["shapes"])
-        if not all_finite(items["params"]):
-            raise UserError(f"checkpoint {step} in {self.folder} has parameters that are not finite")
-        return items["params"]
+            others = ", ".join(f"--step={other}" for other in self.steps if other != step)
+            raise NoCheckpoint(
+                f"checkpoint {step} in {self.folder} is damaged ({first_line(error)}); the others: {others or 'none'}"
+            ) from error
+        return items["params"], step
 
     def facts(self, step: int) -> dict:
         """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones. The first process
@@ -192,17 +147,6 @@ class Checkpoints:
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
 
-def outside_event_loop(function: Callable[[], T]) -> T:
-    """Return the result of `function`, which runs an event loop, as Orbax does: from a thread if this one already has a
-    loop, as in a notebook's cell (orbax issue 481)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function).result()
-
-
 @jax.jit
 def _all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
@@ -211,20 +155,6 @@ def _all_finite(tree: Any) -> Bool[Array, ""]:
 def all_finite(tree: Any) -> bool:
     """Return whether all numbers of a tree of arrays are finite. Every process must call it."""
     return bool(_all_finite(tree))
-
-
-def read_arrays(folder: epath.Path, abstract: Any) -> Any:
-    """Return this process's parts of the arrays in an item's folder, padded and sharded as `abstract`, which may have
-    only some of them. Wait for no other process."""
-    # Not strict: another mesh may have saved the arrays with other padding.
-    arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
-    restore = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
-    return outside_event_loop(lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=restore))
-
-
-def read_facts(folder: epath.Path) -> dict:
-    """Return the JSON in a checkpoint's folder."""
-    return json.loads((folder / FACTS).read_text())
 
 
 @contextmanager
@@ -239,7 +169,7 @@ def _damage(checkpoint: epath.Path) -> Iterator[None]:
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{permission_hint(error)}") from error
-        if not is_there(checkpoint / COMMITTED if in_bucket(checkpoint) else checkpoint):
+        if not is_there(checkpoint / FACTS if in_bucket(checkpoint) else checkpoint):
             raise StorageLost(f"{checkpoint} was deleted while it was read") from error
         raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's message names no array
 
@@ -309,3 +239,59 @@ def require_checksums(saved: dict[str, int], tree: Any, shapes: Mapping[str, Seq
 def digest(facts: dict) -> str:
     """Return the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class Run(NamedTuple):
+    """The parts of a run that a command needs to use a checkpoint."""
+
+    config: Config
+    dataset: str
+    """Fingerprint of the dataset it trains on."""
+    params: dict
+    """Float32 parameters over the replicas of the mesh."""
+    step: int
+    """The checkpoint's step."""
+
+
+def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
+    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
+    facts, config = record_of(run_dir)
+    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
+    checkpoints = Checkpoints(run_dir)
+    abstract = abstract_params(config.model, mesh)
+    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step))
+
+
+def read_in_shards(
+    run_dir: str | Path, max_bytes: int, step: int | None = None
+) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters (as `load_run`) by their
+    dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
+    read."""
+    _, config = record_of(run_dir)
+    checkpoints = Checkpoints(run_dir)
+    step = checkpoints.asked(step)
+    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    shards: list[dict[tuple, Any]] = [{}]
+    size = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][tuple(part.key for part in path)] = leaf
+        size += nbytes
+
+    def read(shard: dict[tuple, Any]) -> dict[str, np.ndarray]:
+        params, _ = checkpoints.restore_params(unflatten_dict(shard), step)
+        return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    return config, step, map(read, shards)
+
+
+def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
+    """Return a run's checkpoints, and the abstract state to restore on one device."""
+    _, config = record_of(run_dir)
+    built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
+    return Checkpoints(run_dir), built.abstract_state

@@ -1,23 +1,32 @@
-"""The end of a run's start: a message, the event, and the files of a complete run."""
+"""The end of a run's start: a message, the event, the files of a complete run, and the user's command at events.
+
+--log.on_event starts the command. Training never waits for it, and its failure does not stop training.
+"""
 
 import json
-import math
-from contextlib import suppress
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from configs.command_line import Exit
-from configs.files import write_picture, write_whole
-from configs.messages import LOGGER
+from configs.files import StorageLost, first_line, write_picture, write_whole
+from configs.messages import LOGGER, start_hook
 from configs.schema import Config, UserError
+from hosts.distributed import NoCheckpoint
+from hosts.runtime import StartAgain, TrainingAborted
 from hosts.stop import Stop
-from run.clock import Times, seconds_by_activity
-from run.notify import tell
-from run.record import Events, local_path, read_metrics, upload
+from run.record import Events, Times, local_path, read_metrics, saved_up_to, seconds_by_activity, storage_path, upload
 from training.state import TrainState, params_sha256
+
+COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends
 
 
 def already_complete(config: Config, changes: list[str]) -> Exit:
@@ -47,12 +56,66 @@ def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
     return code
 
 
+def tell(config: Config, event: Literal["spike", "failure", "end"], message: str, step: int | None = None) -> None:
+    """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
+    waits for it, for some seconds. A failure is reported and changes nothing."""
+    if jax.process_index() == 0:
+        wait = COMMAND_SECONDS if event in ("failure", "end") else 0
+        start_hook(config, event, message, step, log=local_path(config.run_dir) / "on_event.log", wait=wait)
+
+
+@contextmanager
+def notify_of_failure(config: Config) -> Iterator[None]:
+    """Notify of an exception inside, unless somebody asked for the end. Keep its traceback in the run's folder, except
+    for a user's mistake and for an aborted training."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError | TrainingAborted):
+            with suppress(Exception):  # the disk or the store may have failed
+                name = f"traceback-{jax.process_index()}.txt"
+                (storage_path(config.run_dir) / name).write_text(traceback.format_exc())
+        tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):
+                upload(config.run_dir)
+        raise
+
+
+CODES = {
+    TrainingAborted: Exit.FAILED,
+    NoCheckpoint: Exit.UNREADABLE,
+    StartAgain: Exit.PEER_LOST,
+    StorageLost: Exit.PEER_LOST,
+}
+
+
+@contextmanager
+def failure_recorded(config: Config, times: Times) -> Iterator[None]:
+    """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
+    an error whose code depends on the other processes (`hosts.runtime.leave`). A mistake and a kill record nothing."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_index() == 0 and not isinstance(error, UserError):
+            with suppress(Exception):  # the disk may be full or gone
+                events = Events(config.run_dir)
+                if past := events.read():  # else it was not yet known that the folder is the run's
+                    facts = {"code": CODES.get(type(error)), "error": f"{type(error).__name__}: {first_line(error)}"}
+                    events.add("stop", saved_up_to(past), **facts, seconds=times.so_far())
+        raise
+
+
 def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[dict[str, float], str]:
     """Record that this start ended after `step`. Return the run's seconds by activity, and a line with them."""
     with suppress(OSError):  # the disk may be full
         Events(config.run_dir).add("stop", step, code=code, seconds=times.so_far())
     seconds = seconds_by_activity(Events(config.run_dir).read())
     return seconds, "seconds: " + ", ".join(f"{activity} {taken:,.1f}" for activity, taken in seconds.items())
+
+
+FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
+FIGURES |= {"reward": "reward", "pass_at_1": "pass@1"}
 
 
 def complete(config: Config, state: TrainState, tokens: int, seconds: float, times: Times) -> Exit:
@@ -71,20 +134,39 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
     upload(config.run_dir)
     for sample in samples:
         print(f"---\n{sample}")
-    use = f"python sample.py --run_dir={quote(config.run_dir)} --prompt='...'"
-    if config.data.packing == "whole":  # conversations
-        use = f"python chat.py --run_dir={quote(config.run_dir)}"
+    reached = ", ".join(
+        f"{FIGURES[name]} {value:.4f}" for name, value in summary.items() if name in FIGURES and value is not None
+    )
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
-        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
-        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
-        f"{spent}\n"
+        f"{reached}\n{spent}\n"
         f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
-        f"use it:       {use}\n"
-        f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
+        f"{next_commands(config)}"
     )
-    tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
+    tell(config, "end", f"complete: {reached}", config.steps)
     return Exit.COMPLETE
+
+
+def next_commands(config: Config) -> str:
+    """Return what to do with a complete run, in the order in which people do it."""
+    run, tuned = quote(config.run_dir), quote(f"{config.name}-chat")
+    lines = [
+        f"look:         python -m tools.report {run}",
+        f"              tensorboard --logdir={run}/tensorboard",
+        f"sample:       python sample.py --run_dir={run} --prompt='...'",
+        f"chat:         python train.py --config=configs/chat.py --init_from={run} --name={tuned}",
+        f"              python chat.py --run_dir=runs/{tuned}",
+        "own text:     python train.py --config=configs/small.py --name=mine --data.source=FOLDER",
+    ]
+    if config.data.packing == "whole":  # conversations
+        lines[2:] = [
+            f"chat:         python chat.py --run_dir={run}",
+            f"web page:     python chat.py --run_dir={run} --serve",
+        ]
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if activate.exists() and shutil.which("python") != sys.executable:
+        lines.insert(0, f"first:        source {quote(os.path.relpath(activate))}")
+    return "\n".join([*lines, f"train longer: the same command with --steps={2 * config.steps} --accept_changes"])
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
@@ -95,6 +177,7 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
         return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
 
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
+    losses |= {name: value for name in ("reward", "pass_at_1") if (value := newest(name)) is not None}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
     return summary, newest("samples") or []
@@ -117,9 +200,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    for tokens, _ in course("changes"):
-        axes.axvline(tokens, color="black", linestyle=":", linewidth=1)
-        axes.annotate(" options changed", (tokens, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
-from uuid import uuid4
 
 import jax
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
@@ -24,7 +23,7 @@ from data.dataset import absolute
 from hosts.distributed import on_first_process
 from hosts.runtime import versions
 from model.gpt import parameter_shapes
-from run.checkpoint import checkpoint_folder, finished_steps, read_facts
+from run.checkpoint_files import checkpoint_folder, finished_steps
 from run.record import (
     Events,
     fetch_locally,
@@ -35,7 +34,6 @@ from run.record import (
     this_process,
 )
 from training.mesh import device_groups
-from training.optimizer import make_schedule
 
 T = TypeVar("T")
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
@@ -50,8 +48,6 @@ class RunLock:
         self.file: IO | None = None
         self.has_steps = True
         """False once the folder is known to have no step, and so nothing worth keeping."""
-        self.made: list[Path] = []
-        """Folders that did not exist, the run's own first."""
 
     def __enter__(self) -> "RunLock":
         """Take the lock, or fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
@@ -59,7 +55,7 @@ class RunLock:
         if "\\" in str(self.path.absolute()):  # tensorstore would write elsewhere
             raise UserError(f"--run_dir={self.run_dir} cannot work: checkpoints need a path without a backslash")
         begin = partial(fetch_record, self.run_dir) if in_bucket(self.run_dir) else self._take
-        on_first_process(lambda: _writing(self.run_dir, begin))
+        on_first_process(lambda: writing_to(self.run_dir, begin))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -79,62 +75,56 @@ class RunLock:
                 (folder / name).unlink(missing_ok=True)
         if not (folder / "config.json").exists():
             self.path.unlink()
-            for path in [folder / "checkpoints", *self.made]:
+            for path in (folder / "checkpoints", folder, folder.parent):
                 with suppress(OSError):  # not there, or not empty
                     path.rmdir()
 
     def _take(self) -> None:
-        self.made = [folder for folder in self.path.parents if not folder.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+")
         waits = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and self._is_of_another(file)),
+            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and _is_of_another_machine(file)),
             stop=stop_after_delay(LEASE),
             wait=wait_random(1, 3),
-            before_sleep=lambda state: self._say_waiting(file) if state.attempt_number == 1 else None,
             reraise=True,
         )
-        holder = ""
         try:
             waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._holder(file)[0] or "which has just begun"
+            raise UserError(
+                f"{self.path.parent} is being written to by another process ({_holder(file) or 'which has just begun'})"
+                "; wait for it, or end it, or choose another --run_dir"
+            ) from None  # an error of the disk as its cause would be retried
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             LOGGER.warning(
                 f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it"
             )
-        if holder:
-            raise UserError(
-                f"{self.path.parent} is being written to by another process ({holder}); wait for it, or end it, "
-                "or choose another --run_dir"
-            )
         file.truncate(0)
-        file.write(f"{this_process()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
+        file.write(f"{this_process()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
         self.file = file
 
-    def _holder(self, file: IO) -> list[str]:
-        """Return the writer of the file: a line for people, and the machine's boot."""
-        file.seek(0)
-        return [*file.read().splitlines(), "", ""][:2]
 
-    def _is_of_another(self, file: IO) -> bool:
-        """Return whether a process of another machine has the lock. It may be gone: an NFS server keeps its lock for a
-        while. A process of this machine is alive."""
-        return self._holder(file)[1] not in ("", _boot())
-
-    def _say_waiting(self, file: IO) -> None:
-        holder = self._holder(file)[0]
-        LOGGER.info(f"{self.path} is locked ({holder}): waiting up to {LEASE} s, in case its machine is gone")
+def _holder(file: IO) -> str:
+    """Return the line of the process that has the lock of this file."""
+    file.seek(0)
+    return file.read().partition("\n")[0]
 
 
-def _boot() -> str:
-    """Return the identity of this machine's boot."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()
+def _is_of_another_machine(file: IO) -> bool:
+    """Return whether a process of another machine has the lock. It may be gone: an NFS server keeps its lock for a
+    while. A process of this machine is alive."""
+    return _holder(file) != "" and f" on {platform.node()}, " not in _holder(file)
+
+
+def writing_to(run_dir: str | Path, function: Callable[[], T]) -> T:
+    """Return the result of `function`, for as long as the disk or store needs. Raise UserError if it refuses."""
+    try:
+        return with_retries(str(run_dir), function)
+    except OSError as error:
+        raise UserError(f"--run_dir={run_dir} cannot be written: {error}") from error
 
 
 class RunStatus(NamedTuple):
@@ -146,35 +136,17 @@ class RunStatus(NamedTuple):
     """Steps in its summary; 0 without one."""
     saved: int
     """The newest step that was ever saved."""
-    run_id: str
-    """The run's identity, drawn at its first start; empty for a run of before. Its checkpoints have it."""
 
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
     """Claim `config.run_dir` for this config, before any compute, and return the run's status.
 
-    Raise UserError if the folder contains something else or cannot be written, or if an option that changes the result
-    differs without acceptance. Delete nothing, and record no change yet (`write_start_record`). Only the first process
-    may call it.
+    Raise UserError if the folder contains something else, or if an option that changes the result differs without
+    acceptance. Delete nothing, and record no change yet (`write_start_record`). Only the first process may call it, in
+    `writing_to`.
     """
-    return _writing(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
-
-
-def _writing(run_dir: str | Path, function: Callable[[], T]) -> T:
-    """Return the result of `function`, for as long as the disk or store needs. Raise UserError if it refuses."""
-    try:
-        return with_retries(str(run_dir), function)
-    except OSError as error:
-        raise UserError(f"--run_dir={run_dir} cannot be written: {error}") from error
-
-
-def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
     folder = local_path(config.run_dir)
     record = folder / "config.json"
-    if not record.exists() and (saved := _saved_facts(config.run_dir)):
-        first = config_from_json(json.dumps(saved["config"]))
-        write_record(record, first, saved["dataset"], [], saved.get("run_id", ""))
-        LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
         # A start that ended while it claimed the folder may leave these, and a preflight its file.
         harmless = {"lock", f"{record.name}.partial", ".preflight-0", "on_event.log"}
@@ -186,9 +158,9 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
     has_steps = saved_up_to(events) or logged or finished_steps(config.run_dir)
     if not has_steps:  # a start without a step does not bind later ones
-        lock.has_steps, run_id = False, uuid4().hex
-        write_record(record, config, fingerprint, [], run_id)
-        return RunStatus([], 0, 0, run_id)
+        lock.has_steps = False
+        write_record(record, config, fingerprint, [])
+        return RunStatus([], 0, 0)
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
     now = options(config) | {"dataset": fingerprint}
@@ -209,15 +181,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             "or --accept_changes to continue it with these"
         )
     saved = saved_up_to(events) if events else logged
-    return RunStatus(changes, _finished(folder), saved, facts.get("run_id", ""))
-
-
-def _saved_facts(run_dir: str | Path) -> dict[str, Any] | None:
-    """Return the run's facts from its newest readable checkpoint."""
-    for step in reversed(finished_steps(run_dir)):
-        with suppress(ValueError, OSError):
-            return read_facts(checkpoint_folder(run_dir) / str(step))
-    return None
+    return RunStatus(changes, _finished(folder), saved)
 
 
 def _finished(folder: Path) -> int:
@@ -245,32 +209,17 @@ def write_start_record(
     Only the first process may call it, once the state is restored."""
     folder = local_path(config.run_dir)
     record = folder / "config.json"
-    recorded, before = read_record(record)
-    if step:
-        _report_rates(before, config, step)
-    all_changes = recorded["changes"] + ([changes] if changes else [])
-    write_record(record, config, fingerprint, all_changes, recorded.get("run_id", ""))
+    recorded, _ = read_record(record)
+    write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     size = config.batch.tokens_per_step
     Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
 
 
-def _report_rates(before: Config, config: Config, step: int) -> None:
-    """Warn if a change of the options lets the learning rates rise at `step`."""
-    was, now = (float(make_schedule(c.optimizer.schedule, c.steps)(step)) for c in (before, config))
-    if now > 1.01 * was:
-        LOGGER.warning(
-            f"the learning rates rise at step {step}: from {was:.1%} of their peaks in the run of {before.steps} steps "
-            f"to {now:.1%} with {config.steps} steps; --optimizer.schedule.kind and warmdown shape them"
-        )
-
-
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = fetch_locally(run_dir) / "config.json"
-    if not record.is_file() and finished_steps(run_dir):
-        raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
@@ -286,16 +235,14 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run. Restore it, "
-            "or delete it: the run's train.py command writes it again from a checkpoint"
+            f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run: restore it"
         ) from error
 
 
-def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]], run_id: str = "") -> None:
-    """Write a run's config.json: its identity, options, versions and devices."""
+def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+    """Write a run's config.json: its options, versions and devices."""
     devices = jax.devices()
     facts = {
-        "run_id": run_id,
         # With absolute paths: other commands find the text from any working folder.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,

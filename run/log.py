@@ -1,14 +1,16 @@
-"""The log of a run's steps: the lines of metrics.jsonl, the progress bar, and what is reported to the user."""
+"""The log of a run's steps: their time, the lines of metrics.jsonl, the progress bar, and reports to the user."""
 
 import json
 import math
 import platform
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from statistics import mean, median
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,10 +25,9 @@ from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
 from model.gpt import flops_per_token
-from run.clock import Clock, Times
-from run.metrics import MetricsWriter
-from run.notify import Wandb, tell
-from run.record import read_metrics
+from run.ending import tell
+from run.metrics import MetricsWriter, Wandb
+from run.record import Times, read_metrics
 from training.build import Build
 from training.diagnostics import Diagnosis
 from training.state import TrainState
@@ -36,8 +37,6 @@ MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 WINDOW = 64  # losses kept to compare a loss with
 ENOUGH = 16  # fewest losses to compare a loss with
 SPIKE = 1.5  # times their median that a loss must exceed to be reported
-LONG = 10  # seconds of a step after which a person wants to know how many
-WORSE_IN_A_ROW = 3  # one or two worse evaluations are common while the rate is high
 
 
 class ResumePoint(NamedTuple):
@@ -54,8 +53,74 @@ class ResumePoint(NamedTuple):
     """Losses of the newest steps, to compare a spike with."""
 
 
+class Rates(NamedTuple):
+    """Measurements of a clock since its last reading."""
+
+    tokens_per_second: float
+    data_wait: float
+    """Share of the time in which the devices were idle because the next batch was not there."""
+    own_seconds: float
+    """Seconds in which this process did not wait for its devices, whose collectives wait for other processes."""
+
+
+class Clock:
+    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
+
+    def __init__(self, seconds: float, tokens: int):
+        """Take the seconds and tokens of the starts before."""
+        self.before, self.origin = seconds, time.perf_counter()
+        self.last = (seconds, tokens)
+        self.stalled = self.on_devices = 0.0
+        """Seconds since the last reading: of `data_wait`, and of waiting for the devices."""
+        self.watching = ThreadPoolExecutor(1, "clock")
+        self.devices_done: Future[float] | None = None
+        """The time at which the devices completed the newest step."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self.before + time.perf_counter() - self.origin
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. Count the seconds of waiting for it in which the devices were idle."""
+        asked = time.monotonic()
+        batch = next(batches)
+        if self.devices_done and self.devices_done.done():
+            self.stalled += time.monotonic() - max(asked, self.devices_done.result())
+        return batch
+
+    def dispatched(self, metrics: Any) -> None:
+        """Note the newest step's metrics, which are ready once the devices have completed it."""
+        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
+
+    def rates(self, tokens: int) -> Rates:
+        """Return the measurements since the last reading, at which the run had fewer than `tokens` tokens."""
+        (seconds, before), self.last = self.last, (self.seconds, tokens)
+        passed, stalled, on_devices = self.last[0] - seconds, self.stalled, self.on_devices
+        self.stalled = self.on_devices = 0.0
+        return Rates((tokens - before) / passed, stalled / passed, passed - on_devices)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for the devices."""
+        start = time.perf_counter()
+        yield
+        self.on_devices += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside."""
+        start = time.perf_counter()
+        yield
+        self.origin += time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the thread, without a wait for the devices."""
+        self.watching.shutdown(wait=False, cancel_futures=True)
+
+
 class MetricsLog:
-    """Writes a line for each logged step, and reports skipped steps, spikes of the loss, and overfitting.
+    """Writes a line for each logged step, and reports skipped steps and spikes of the loss.
 
     It reads a step's metrics while the devices compute the next step, so they never wait for the host. `read` reads
     the newest at once. It has many attributes: one reading of the metrics serves the file, the bar, the reports and
@@ -75,8 +140,10 @@ class MetricsLog:
         self.watchdog = Watchdog(config.hang, self._end_as_hung)
         wandb = partial(Wandb, config) if config.log.wandb else None
         self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
-        lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
-        self.diagnosis = Diagnosis(line for line in lines if line["step"] <= start.step)
+        lines = [line for line in read_metrics(config.run_dir) if line["step"] <= start.step]
+        self.diagnosis = Diagnosis(lines)
+        self.scores = {line["step"]: line["val_bpb"] for line in lines if line.get("val_bpb") is not None}
+        """Bits per byte of each evaluated step, by the lines that are on this machine."""
         self.bar = tqdm(
             total=config.steps,
             initial=start.step,
@@ -128,8 +195,6 @@ class MetricsLog:
             values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         self.watchdog.finish(step)
         self.bar.update(step - self.bar.n)
-        if step == self.start_step + 2:  # the first one also waits for the first batch
-            self._report_long_steps(step)
         if "diagnostics" in values:
             measured = self.diagnosis.line(values.pop("diagnostics"))
             self.write(step, {"diagnostics": measured})
@@ -163,12 +228,6 @@ class MetricsLog:
         """Return the figure of a step's line that a person follows."""
         return f"loss {line['loss']:.4f}"
 
-    def _report_long_steps(self, step: int) -> None:
-        """Tell a person who waits how long the run takes, if a step takes long."""
-        seconds, left = self.watchdog.step_seconds[-1] if self.watchdog.step_seconds else 0.0, self.config.steps - step
-        if seconds > LONG and left:
-            LOGGER.info(f"step {step} took {seconds:.0f} s: the {left} to come, {seconds * left / 3600:.3g} hours")
-
     def _count_skipped(self, step: int, values: dict) -> None:
         skipped = values["skipped_steps"]
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped > self.skipped else 0
@@ -194,28 +253,13 @@ class MetricsLog:
     def evaluation(self, step: int, results: dict) -> None:
         """Write the results of an evaluation on held-out text."""
         self.write(step, results)
+        self.scores[step] = results["val_bpb"]
         error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
         loss, bits = results["val_loss"], results["val_bpb"]
         of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)
         LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{f' ({of})' * bool(of)}")
         for name in {"core", "chatcore"} & results.keys():
             LOGGER.info(f"step {step}: {name} {results[name]:.4f} +- {results[f'{name}_stderr']:.4f}")
-        self._report_overfitting(step)
-
-    def _report_overfitting(self, step: int) -> None:
-        """Warn once in a run when it learns its text by heart."""
-        lines = read_metrics(self.config.run_dir)
-        if any("overfitting" in line for line in lines) or not (best := minimum_passed(lines)):
-            return
-        message = (
-            f"step {step}: the run learns its text by heart: the training loss falls, but the last {WORSE_IN_A_ROW} "
-            f"evaluations are worse than step {best['step']}'s {best['val_bpb']:.4f} bits per byte; take fewer steps, "
-            f"--model.dropout or more weight decay; the best checkpoint is kept if each evaluated step is saved "
-            f"(--checkpoint.every_steps={self.config.eval.every_steps})"
-        )
-        LOGGER.warning(message)
-        self.write(step, {"overfitting": {name: best[name] for name in ("step", "val_bpb")}})
-        tell(self.config, "overfitting", message, step)
 
     def _end_as_hung(self, reason: str) -> None:
         """End this process, from the watchdog's thread."""
@@ -245,27 +289,3 @@ def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
         least, most = order[0], order[-1]
         spread[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
     return {"hosts": spread}
-
-
-def minimum_passed(lines: Sequence[dict]) -> dict | None:
-    """Return a run's best evaluation, of its metrics' `lines`, if it overfits since then; None otherwise.
-
-    It does if the text repeats, the last `WORSE_IN_A_ROW` evaluations exceed the best by more than its standard error,
-    and the training loss before the last one is lower than before the best. Evaluations share their rows, so their
-    difference varies less than the standard error. Before the text repeats, only a change in the text lets the two
-    losses part.
-    """
-    results = [line for line in lines if line.get("val_bpb") is not None]
-    steps = [line for line in lines if line.get("loss") is not None and "epochs" in line]
-    if not results or not steps or max(steps[-1]["epochs"].values()) <= 1:
-        return None
-    at = min(range(len(results)), key=lambda i: results[i]["val_bpb"])
-    best, later = results[at], results[at + 1 :][-WORSE_IN_A_ROW:]
-    bound = best["val_bpb"] + (best["val_bpb_stderr"] or 0)
-
-    def before(i: int) -> list[float]:
-        """Return the logged losses between an evaluation and the one before it."""
-        return [step["loss"] for step in steps if results[i - 1]["step"] < step["step"] <= results[i]["step"]]
-
-    worse = len(later) == WORSE_IN_A_ROW and all(result["val_bpb"] > bound for result in later)
-    return best if worse and at and before(at) and before(-1) and mean(before(-1)) < mean(before(at)) else None

@@ -1,20 +1,29 @@
-"""The metrics of a run: metrics.jsonl and TensorBoard."""
+"""The metrics of a run: metrics.jsonl, TensorBoard and Weights & Biases; and traces of its steps.
+
+Training never waits for Weights & Biases, whose failure does not stop it.
+"""
 
 import json
+import queue
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from configs.files import append_whole, write_whole
-from run.notify import Wandb
-from run.record import finite, local_path, read_metrics
+from configs.files import append_whole, first_line, write_whole
+from configs.messages import LOGGER
+from configs.schema import Config, options
+from configs.validation import profiled_steps
+from run.record import Events, finite, local_path, read_metrics
+from training.state import TrainState
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.
@@ -28,6 +37,8 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
+WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reached; further ones are dropped
+WANDB_SECONDS = 30  # seconds that the end of a run waits for unsent lines
 RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run's options
 
 
@@ -43,7 +54,7 @@ class MetricsWriter:
         self,
         run_dir: str | Path,
         start_step: int,
-        wandb: Callable[[], Wandb] | None = None,
+        wandb: "Callable[[], Wandb] | None" = None,
         hparams: Mapping[str, object] = MappingProxyType({}),
     ):
         """Take `wandb`, which makes the sender of new lines, if any, and `hparams`: the run's options for
@@ -150,3 +161,83 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}/{key}", part)
     elif isinstance(value, int | float):
         yield name, value
+
+
+class Wandb:
+    """Sends lines of metrics.jsonl in a thread. An error is reported once, and ends the thread."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.lines: queue.Queue[dict | None] = queue.Queue(WAITING)
+        self.thread = threading.Thread(target=self._send, daemon=True)
+        self.thread.start()
+
+    def show(self, line: dict) -> None:
+        """Queue the numbers of a line; texts stay in the run's folder."""
+        with suppress(queue.Full):
+            self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Send the waiting lines, for at most WANDB_SECONDS seconds."""
+        with suppress(queue.Full):
+            self.lines.put_nowait(None)
+        self.thread.join(WANDB_SECONDS)
+
+    def _send(self) -> None:
+        config = self.config
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            entity, _, project = config.log.wandb.rpartition("/")
+            # One run there for all starts of this one, on any machine.
+            first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
+            run = wandb.init(
+                project=project,
+                entity=entity or None,
+                name=config.name,
+                id=f"{int(1000 * first):x}",
+                resume="allow",
+                dir=local_path(config.run_dir),
+                config=options(config),
+                settings=wandb.Settings(console="off", silent=True, login_timeout=WANDB_SECONDS),
+            )
+            run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
+            while line := self.lines.get():
+                run.log(line)
+            run.finish()
+        except (Exception, SystemExit) as error:
+            print(f"--log.wandb: {first_line(error)}; the run continues without it", file=sys.stderr)
+
+
+class Profile:
+    """Traces the steps of `profile.steps` on the first process, for TensorBoard, XProf or Perfetto. An unfinished trace
+    is written at the end of `with`."""
+
+    def __init__(self, config: Config, step: int):
+        """Take the step after which the run continues."""
+        self.first, self.last = profiled_steps(config) or (0, 0)
+        self.folder = local_path(config.run_dir) / "profile"
+        self.tracing = False
+        if 0 < self.first <= step:
+            LOGGER.info(f"--profile.steps={config.profile.steps}: step {step} is done already; nothing is traced")
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Start the trace at its first step, once the devices have completed the steps before."""
+        if step == self.first and jax.process_index() == 0:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self.folder)
+            self.tracing = True
+
+    def after(self, step: int, state: TrainState) -> None:
+        """Wait for the trace's last step, and write the trace."""
+        if step == self.last and self.tracing:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.tracing:
+            self.tracing = False
+            jax.profiler.stop_trace()

@@ -7,7 +7,7 @@ bucket at a start, and uploaded before each checkpoint is complete and at the en
 events.jsonl has these lines. `fitted`: the rows that `batch.rows_per_device=auto` chose. `start`: the step, the
 tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a complete checkpoint.
 `went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the rows of the next start.
-`stop`: the last step, the exit code, and the process's seconds by activity (run/clock.py). Events identify a run whose
+`stop`: the last step, the exit code, and the process's seconds by activity. Events identify a run whose
 checkpoints are gone, and the batch that each step saw.
 """
 
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -98,13 +98,13 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
     return lines
 
 
-def finite(value: Any, instead: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return the value for JSON, with None or another value `instead` of each number that is not finite."""
+def finite(value: Any) -> Any:
+    """Return the value for JSON, with None in place of each number that is not finite."""
     if isinstance(value, dict):
-        return {key: finite(part, instead) for key, part in value.items()}
+        return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part, instead) for part in value]
-    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
@@ -231,3 +231,41 @@ def _fetch(source: epath.Path, local: Path) -> None:
                 copy.write_bytes(path.read_bytes())
                 about = copy.stat()
                 UPLOADED[copy] = (about.st_size, about.st_mtime_ns)
+
+
+ACTIVITIES: tuple[str, ...] = ("start", "compile", "restore", "steps", "evaluation", "saves")
+
+
+class Times:
+    """Seconds of this process by activity. They sum to the time since this object was made."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self.activity, self.since = "start", time.monotonic()
+
+    def enter(self, activity: str) -> str:
+        """Count seconds from now on as this activity's. Return the activity before."""
+        now, before = time.monotonic(), self.activity
+        self.seconds[before] += now - self.since
+        self.activity, self.since = activity, now
+        return before
+
+    def so_far(self) -> dict[str, float]:
+        """Return the seconds of each activity until now."""
+        self.enter(self.activity)
+        return {activity: round(seconds, 3) for activity, seconds in self.seconds.items()}
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Count the time inside as this activity's."""
+        before = self.enter(activity)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+def seconds_by_activity(events: list[dict]) -> dict[str, float]:
+    """Return the seconds of a run's processes, summed over their events `stop`; a killed process has none."""
+    stops = [event.get("seconds", {}) for event in events if event["event"] == "stop"]
+    return {activity: round(sum(stop.get(activity, 0.0) for stop in stops), 1) for activity in ACTIVITIES}

@@ -7,47 +7,38 @@ This module deletes old checkpoints itself. Orbax would delete in place: a kill 
 a checkpoint's name. A failed deletion (a bucket may forbid it) would fail the save before it.
 """
 
-import asyncio
-import json
 import math
-import os
-import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs import files
-from configs.files import StorageLost, described, first_line, in_bucket, permission_hint, with_retries
+from configs.files import StorageLost, first_line, in_bucket, with_retries
 from configs.messages import LOGGER
-from configs.schema import CheckpointConfig, UserError
-from hosts.distributed import Damaged, NoCheckpoint, exchange, max_over_processes, on_first_process
+from configs.schema import CheckpointConfig
+from hosts.distributed import Damaged, NoCheckpoint, max_over_processes, on_first_process
 from hosts.runtime import TrainingAborted, versions
-from run.checkpoint import (
-    COMMITTED,
+from run.checkpoint import Checkpoints, all_finite, arrays_of, checksums, digest, items_of
+from run.checkpoint_files import (
+    DELETED,
     FACTS,
-    UNFINISHED,
-    Checkpoints,
-    all_finite,
-    arrays_of,
+    HALF_DONE,
+    Saving,
     checkpoint_folder,
-    checksums,
-    digest,
+    delete,
+    failure_of,
     is_there,
-    items_of,
-    outside_event_loop,
+    unfinished,
 )
-from run.record import Events, local_path, other_writer, scores, upload
+from run.record import Events, local_path, other_writer, reading
 from training.state import TrainState
 
-HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
-DELETED = ".deleted"  # suffix of a folder that is being deleted
 MOST_FAILED = 10  # consecutive failed saves that end the run
 
 
@@ -67,14 +58,8 @@ class Saver(Checkpoints):
         """Open the run's folder of checkpoints, and clear it of what a kill left."""
         self.config, self.run_dir = config, run_dir
         self.folder = checkpoint_folder(run_dir)
-        try:
+        with reading(f"the checkpoints in {run_dir}"):
             on_first_process(lambda: with_retries(str(self.folder), self._clear))
-        except (UserError, StorageLost):
-            raise
-        except Exception as error:  # from the disk or the store
-            raise UserError(
-                f"checkpoints cannot be kept in {run_dir}: {first_line(error)}{permission_hint(error)}"
-            ) from error
         super().__init__(run_dir)
         self.pending: Saving | None = None
         """The save in progress."""
@@ -82,6 +67,8 @@ class Saver(Checkpoints):
         """Consecutive failed saves; the same on every process."""
         self.overdue = False
         """True if the last save failed; the same on every process."""
+        self.scores: Mapping[int, float] = {}
+        """Bits per byte of each evaluated step, on the first process: the best checkpoint is kept."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
@@ -91,7 +78,7 @@ class Saver(Checkpoints):
         one is complete. Raise TrainingAborted if the run's folder was deleted, if a parameter is not finite, or after
         ten failures in a row.
         """
-        if facts.get("run_id") and not on_first_process((local_path(self.run_dir) / "config.json").exists):
+        if "config" in facts and not on_first_process((local_path(self.run_dir) / "config.json").exists):
             raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
         if holder := on_first_process(lambda: other_writer(self.run_dir)):
             raise TrainingAborted(f"{self.run_dir} is being written to by another process, too ({holder})")
@@ -111,13 +98,12 @@ class Saver(Checkpoints):
             if partial.exists():
                 partial.rmtree()
             (partial / FACTS).parent.mkdir(parents=True)
-            if self._in_bucket:
-                (partial / UNFINISHED).write_text("")
 
-        if failure := on_first_process(lambda: _failure(begin)):
+        if failure := on_first_process(lambda: failure_of(begin)):
             self._failed(failure)
         else:
-            self.pending = Saving(self.run_dir, target, items_of(state), facts)
+            old = on_first_process(lambda: self._old([*self.steps, step]))
+            self.pending = Saving(self.run_dir, target, items_of(state), facts, old)
         self._give_up_after(MOST_FAILED)
 
     def poll(self) -> None:
@@ -129,8 +115,7 @@ class Saver(Checkpoints):
         self._give_up_after(MOST_FAILED)
 
     def wait(self) -> None:
-        """Wait for the end of the save in progress, and count it if it failed. After a success, delete old
-        checkpoints."""
+        """Wait for the end of the save in progress, and count it if it failed."""
         if not self.pending:
             return
         saved, self.pending = self.pending, None
@@ -142,11 +127,10 @@ class Saver(Checkpoints):
             on_first_process(self._try_to_clear)
         self.failures.clear()
         step = saved.facts["step"]
-        self.steps.append(step)
+        self.steps = [*(other for other in self.steps if other not in saved.old), step]
         if jax.process_index() == 0:
             with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
                 Events(self.run_dir).add("saved", step)
-        self._delete_old()
 
     def save_last(self, step: int, state: TrainState, facts: dict) -> None:
         """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause: raise
@@ -192,36 +176,34 @@ class Saver(Checkpoints):
         deletions of an earlier start that was killed."""
         if kind in (None, TrainingAborted) or jax.process_count() == 1:
             self.wait()
-            self._delete_old()
+            old = on_first_process(lambda: self._old(self.steps))
+            self.steps = [step for step in self.steps if step not in old]
+            if jax.process_index() == 0:
+                delete(self.folder, old)
         if kind is TrainingAborted:
             LOGGER.error(f"the newest checkpoint is of step {self.newest}" if self.steps else "no checkpoint was saved")
 
     def _clear(self) -> None:
-        """Delete what a kill or a failure left half written or half deleted. Move aside an incomplete folder with a
-        checkpoint's name. Raise UserError for a checkpoint that others copied into a bucket. On the first process."""
+        """Delete what a kill or a failure left half written or half deleted. On a disk, move aside an incomplete folder
+        with a checkpoint's name. On the first process."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
         for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
-            is_unfinished = self._in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
-            if is_unfinished and not (path / UNFINISHED).exists() and is_there(path / FACTS):
-                raise UserError(
-                    f"{path} has no {COMMITTED}, so it was not saved there. If it was copied from a disk completely, "
-                    f"make it valid by `echo | gcloud storage cp - {path}/{COMMITTED}`; otherwise delete it"
-                )
-            if is_unfinished or path.name.endswith((HALF_DONE, DELETED)):
+            is_incomplete = path.name.isdigit() and not is_there(path / FACTS)
+            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and in_bucket(path)):
                 path.rmtree()
-            elif path.name.isdigit() and not self._in_bucket and not is_there(path / FACTS):
+            elif is_incomplete:
                 self._move_aside(path)
                 LOGGER.warning(f"checkpoint {path.name} cannot be read (it is incomplete); it is in bad-checkpoints")
 
-    def restore_newest(self, abstract: TrainState, run_id: str = "") -> tuple[TrainState, dict] | None:
+    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
         """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
-        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, StorageLost if a disk or store does not answer,
-        which does not mean damage, and UserError if it is of another run than `run_id`."""
+        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
+        which does not mean damage."""
         bad = []
         for step in reversed(self.steps):
             try:
-                restored = self.restore(step, abstract, run_id)
+                restored = self.restore(step, abstract)
             except Damaged as error:
                 bad.append(step)
                 LOGGER.warning(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
@@ -247,128 +229,22 @@ class Saver(Checkpoints):
         if newer:
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 
-    def _kept(self) -> set[int]:
-        """Return the steps to keep: the newest, every n-th, and the best by bits per byte on record."""
+    def _old(self, steps: list[int]) -> list[int]:
+        """Return those of `steps` to delete: all but the newest, every n-th, and the best by bits per byte."""
         every = self.config.keep_every
-        bits = dict(on_first_process(lambda: [*scores(self.run_dir).items()]))
-        kept = {*self.steps[-self.config.keep :], *(step for step in self.steps if every and step % every == 0)}
+        kept = {*steps[-self.config.keep :], *(step for step in steps if every and step % every == 0)}
         # NaN is not a score: it would be the best.
-        scored = [step for step in self.steps if math.isfinite(bits.get(step, math.nan))]
-        return kept | {min(reversed(scored), key=bits.__getitem__)} if scored else kept
-
-    def _delete_old(self) -> None:
-        """Delete all but the kept checkpoints. They are renamed before they are deleted, so no partial checkpoint has a
-        checkpoint's name. One that cannot be deleted stays, and does not block the next ones."""
-        kept = self._kept()
-        old = [step for step in self.steps if step not in kept]
-        self.steps = [step for step in self.steps if step in kept]
-        for path in [self.folder / str(step) for step in old] if jax.process_index() == 0 else ():
-            try:
-                if self._in_bucket:
-                    (path / UNFINISHED).write_text("")
-                    (path / COMMITTED).unlink(missing_ok=True)
-                    path.rmtree()
-                else:
-                    path.rename(self.folder / f"{path.name}{DELETED}").rmtree()
-            except Exception as error:
-                LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
+        scored = [step for step in steps if math.isfinite(self.scores.get(step, math.nan))]
+        if scored:
+            kept.add(min(reversed(scored), key=self.scores.__getitem__))
+        return [step for step in steps if step not in kept]
 
     def _move_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
         """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
         folder is next to `checkpoints` itself, not next to a link to it: a rename does not cross disks."""
-        own = self.folder if self._in_bucket else epath.Path(Path(self.folder).resolve())
+        own = self.folder if in_bucket(self.folder) else epath.Path(Path(self.folder).resolve())
         target = own.parent / name
         target.mkdir(exist_ok=True)
-        if self._in_bucket:
-            (path / COMMITTED).unlink(missing_ok=True)
+        if in_bucket(self.folder):
             (target / "README").write_text("Checkpoints that are not used.")  # a bucket has no empty folders
         path.rename(target / f"{path.name}-{int(time.time())}")
-
-    @property
-    def _in_bucket(self) -> bool:
-        return in_bucket(self.folder)
-
-
-def unfinished(folder: epath.Path) -> epath.Path:
-    """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
-    return folder if in_bucket(folder) else folder.with_name(folder.name + HALF_DONE)
-
-
-def sync(folder: Path) -> None:
-    """Write all files below a folder, and their names, to the disk: a rename alone would outlive a power cut without
-    them."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for path in (Path(parent, name) for name in names):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(parent))
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-class Saving(threading.Thread):
-    """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
-
-    def __init__(self, run_dir: str | Path, folder: epath.Path, items: dict[str, Any], facts: dict):
-        """Copy the arrays off the devices. The folder `unfinished` must be empty."""
-        super().__init__(name=f"saving {folder.name}")
-        self.run_dir, self.folder, self.facts = run_dir, folder, facts
-        # Without metadata of arrays: the other processes would wait until the first has made their folder.
-        arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
-        registry = ocp.type_handlers.create_type_handler_registry(arrays)
-        self.handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in items}
-        self.parts: list[Any] = []
-        self.failure = "0 it was not finished"
-        """Why it failed (`configs.files.described`), the same on every process; empty once the checkpoint is
-        complete."""
-
-        async def begin() -> None:
-            for name, handler in self.handlers.items():
-                save = ocp.args.PyTreeSave(items[name])  # pyright: ignore[reportCallIssue]
-                self.parts += await handler.async_save(unfinished(folder) / name, args=save) or []
-
-        def run() -> None:
-            # Not asyncio.run, which counts the tasks of all threads while Orbax's add theirs.
-            with closing(asyncio.new_event_loop()) as loop:
-                loop.run_until_complete(begin())
-
-        self.failed = _failure(lambda: outside_event_loop(run))
-        self.start()
-
-    def run(self) -> None:
-        for part in self.parts:  # all of them, so that nothing is written after a failure
-            self.failed = _failure(part.result) or self.failed
-        self.parts.clear()  # they keep the arrays' copies
-        failures = exchange("parts of a checkpoint", self.failed, channel="saving")
-        failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
-        if not failed and jax.process_index() == 0:
-            failed = _failure(lambda: upload(self.run_dir)) or _failure(self._complete)
-        self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
-
-    def _complete(self) -> None:
-        target = unfinished(self.folder)
-        for name, handler in self.handlers.items():
-            handler.finalize(target / name)
-        (target / FACTS).write_text(json.dumps(self.facts))
-        if target == self.folder:
-            (target / COMMITTED).write_text("")
-            (target / UNFINISHED).unlink(missing_ok=True)
-        else:
-            sync(Path(target))
-            target.rename(self.folder)
-            sync_folder(Path(target.parent))
-
-
-def _failure(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return described(error)
-    return ""

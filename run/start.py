@@ -1,8 +1,6 @@
 """The start of a run, before its first step: the text, the folder, the checkpoints, the hosts, the first state."""
 
 import json
-import subprocess
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
@@ -20,7 +18,7 @@ from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
 from hosts.distributed import check_hosts_agree, on_first_process
 from hosts.preflight import preflight, require_room
-from hosts.runtime import ROOT, code_digest, describe_processes, versions
+from hosts.runtime import code_digest, describe_processes, versions
 from hosts.stop import limited
 from interchange.init_from import (
     initial_state,
@@ -30,22 +28,22 @@ from interchange.init_from import (
     why_no_training,
 )
 from model.gpt import parameter_counts
-from run.checkpoint import finished_steps
-from run.clock import Times
-from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record
+from model.kernels import attention_kernel, described, window_of
+from model.parallel import compute_capability
+from run.checkpoint_files import finished_steps
+from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record, writing_to
 from run.log import ResumePoint
-from run.record import Events, batch_of, local_path
+from run.record import Events, Times, batch_of, local_path
 from run.saver import Saver
 from training.build import Build, build
-from training.mesh import make_mesh, sizes_of
+from training.mesh import make_mesh, note_on_slow_links, sizes_of
 
 
 def check_processes(config: Config, arguments: Any) -> None:
     """Log the run's processes and devices. Raise UserError if the processes have different options, the command's own
     (`arguments`, a dataclass) included."""
     LOGGER.info(describe_processes(make_mesh(config.mesh)))
-    own = asdict(arguments) | {"memory": None}  # of this host's devices
-    check_hosts_agree("their options", json.dumps([asdict(config), own]))
+    check_hosts_agree("their options", json.dumps([asdict(config), asdict(arguments)]))
 
 
 def open_training(config: Config) -> tuple[Build, Text]:
@@ -74,7 +72,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
     encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)  # a mistake, before any compute
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
-        LOGGER.info(describe_start(config))
+        LOGGER.info(f"starting from the network in {config.init_from}")
     return built, text
 
 
@@ -93,7 +91,8 @@ def open_folder(
     config = built.config
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
-    status = RunStatus(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
+    claim = partial(open_run, config, text.fingerprint, accept_changes, lock)
+    status = RunStatus(*on_first_process(lambda: writing_to(config.run_dir, claim)))
     on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
     preflight(config, built.mesh, text.tokenizer.sha256)  # before anything that needs the devices
     if status.finished < config.steps:
@@ -142,10 +141,10 @@ def batches_after(start: ResumePoint, built: Build, text: Text) -> StepBatches:
     return StepBatches(text.train, text.mixture, config.seed, shape, mine, text.document_bos, row)
 
 
-def resume(built: Build, checkpoints: Saver, run_id: str, times: Times) -> ResumePoint | None:
+def resume(built: Build, checkpoints: Saver, times: Times) -> ResumePoint | None:
     """Return the state and the data's position of the newest checkpoint that can be read; None without any."""
     with times.during("restore"), limited(built.config.hang, "restoring"):
-        restored = checkpoints.restore_newest(built.abstract_state, run_id)
+        restored = checkpoints.restore_newest(built.abstract_state)
     if restored is None:
         return None
     state, facts = restored
@@ -162,12 +161,7 @@ def begin(built: Build) -> ResumePoint:
 def made_with(mesh: Mesh) -> dict[str, Any]:
     """Return the facts of a start for its event: the code's hash, versions, devices, mesh."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
-    facts = {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
-    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    with suppress(OSError, subprocess.SubprocessError):  # a copy without git
-        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
-        facts["dirty"] = bool(status)
-    return facts
+    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
 
 
 def record_start(built: Build, text: Text, changes: list[str], start: ResumePoint) -> None:
@@ -180,10 +174,23 @@ def record_start(built: Build, text: Text, changes: list[str], start: ResumePoin
         text.tokenizer.save(local_path(config.run_dir) / "tokenizer")
 
 
-def describe_start(config: Config) -> str:
-    """Return a line on the start of a run with `init_from`. At full rates without a warmup, it advises on new text."""
-    line, optimizer = f"starting from the network in {config.init_from}", config.optimizer
-    if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
-        return line
-    gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
-    return f"{line}, at full rates: it forgets much of its old text; to keep it, train with {gentle}"
+def describe(built: Build) -> str:
+    """Return lines for the run and the sizes of its step, its kernels, and slow links, if any."""
+    config, (micro_batches, rows, length) = built.config, built.batch_shape
+    sizes = (
+        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps; a "
+        f"step: {micro_batches} micro-batch(es) x {rows} rows x {length} tokens"
+    )
+    return "\n".join(filter(None, [sizes, describe_attention(built), note_on_slow_links(built.mesh)]))
+
+
+def describe_attention(built: Build) -> str:
+    """Return the kernel that computes attention and, if some blocks have windows, which ones, in a line."""
+    config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
+    device, documents = built.mesh.devices.flat[0], config.data.mask_documents
+    of_rows, own = (built.dtype.name, length, head_dim, documents), "attention" in config.model.kernels
+    kernel = attention_kernel(device.platform, compute_capability(), *of_rows, own)
+    windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
+    suffix = f"; window of each block: {windows} (S short, L long)" * ("S" in windows)
+    return f"attention: {described(kernel, length, head_dim)}{suffix}"

@@ -28,7 +28,7 @@ from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
-from run.checkpoint import outside_event_loop
+from run.checkpoint_files import outside_event_loop
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
 

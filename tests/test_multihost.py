@@ -146,7 +146,7 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
     options = ("--run_dir=gs://bucket/runs/pod",)
     first, second = machines("first"), machines("second")
     processes = start(folder, *options, folders=first)
-    while not any("checkpoints/20/commit_success.txt" in name for name in list(server.objects)):
+    while not any("checkpoints/20/facts/metadata" in name for name in list(server.objects)):
         assert all(process.poll() is None for process in processes), finish(processes, 0)
         time.sleep(0.01)
     for process in processes:

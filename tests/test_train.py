@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,12 +31,9 @@ import tools.inspect as inspect_run
 import train
 from configs.command_line import Exit
 from configs.schema import UserError
-from hosts.machines import machines
 from hosts.runtime import run_command
-from run.clock import ACTIVITIES
-from run.record import fetch_locally, local_path, read_metrics
+from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
 from run.saver import Saver
-from tests.evaluation.core_bundle import make_bundle
 from tests.hosts.processes import environment_of
 from tools import report
 
@@ -231,18 +227,6 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
 
 
 @pytest.mark.medium
-def test_evaluate_writes_core_with_a_picture(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    make_bundle(folder / "bundle")
-    command = ("--run_dir=untouched", "--tasks=core", "--bundle=bundle", "--items=16", "--out=figures", "--json")
-    assert run("evaluate", monkeypatch, *command) == 0
-    result = json.loads(capsys.readouterr().out)
-    left = folder / "figures" / "core" / "step_120_items_16"
-    assert result["step"] == 120 and json.loads((left / "core.json").read_text())["core"] == result["core"]
-    assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.medium
 def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkeypatch, capsys):
     """Export in transformers' format, as nanochats are published."""
     # A folder does not record its compute type. Some versions of JAX would choose bfloat16 here.
@@ -276,10 +260,9 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr("run.fitting.compile_train_steps", compiling)
-    monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     log = capfd.readouterr().err
-    assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=h200:8" in log
+    assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=DEVICE:8" in log
     assert log.strip().endswith(used)
     monkeypatch.setattr("train.evaluate_if_due", Mock(side_effect=compiling.side_effect))  # found by a device
     compiling.side_effect = None
@@ -468,9 +451,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     assert "window of each block: SL (S short, L long)\n" in output
 
 
-def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_what_it_learned(
-    folder, untouched, monkeypatch, capfd
-):
+def test_training_a_network_further_needs_its_tokenizer(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
     Path("new text").mkdir()
@@ -480,26 +461,6 @@ def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_w
     log = capfd.readouterr().err
     assert "give --data.tokenizer=start" in log and "preparing" not in log
     assert not Path("on new").exists()
-    monkeypatch.setattr("run.fitting.compile_train_steps", Mock(side_effect=UserError("stop here")))
-    for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
-        assert run("train", monkeypatch, *command, "--data.tokenizer=start", *options) == 2
-        output = capfd.readouterr().out
-        assert "starting from the network in start" in output
-        assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in output) == at_full_rates
-
-
-def test_a_renamed_run_resumes_and_a_lost_config_is_restored_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    shutil.copytree("untouched", "renamed")
-    command = ("--config=tiny.py", "--run_dir=renamed", "--name=another")
-    assert run("train", monkeypatch, *command) == 0
-    record = json.loads(Path("renamed/config.json").read_text())
-    Path("renamed/config.json").unlink()
-    assert run("sample", monkeypatch, "--run_dir=renamed") == 2
-    assert "the train.py command of this run writes it again" in capfd.readouterr().err
-    assert run("train", monkeypatch, *command) == 0
-    assert "renamed is complete" in capfd.readouterr().out
-    assert json.loads(Path("renamed/config.json").read_text()) == record
 
 
 @pytest.mark.medium
@@ -522,7 +483,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     for command, words in options.items():
         assert run(command, monkeypatch, "--run_dir=half", *words) == Exit.UNREADABLE
         log = capfd.readouterr().err
-        assert "checkpoint 120 in" in log and "is damaged" in log and "100 is sound: --step=100" in log
+        assert "checkpoint 120 in" in log and "is damaged" in log and "the others: --step=100" in log
     assert run("export", monkeypatch, "--run_dir=half", *options["export"], "--step=90") == Exit.MISTAKE
     assert "--step=90: " in (log := capfd.readouterr().err) and log.strip().endswith("holds 100, 120")
     assert not (folder / "exported-half").exists()
@@ -538,26 +499,10 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     for step in ("100", "120"):
         damage(folder / "half" / "checkpoints" / step)
     assert run("sample", monkeypatch, "--run_dir=half") == Exit.UNREADABLE
-    assert "and there is no sound one" in capfd.readouterr().err
+    assert "is damaged" in capfd.readouterr().err
     (folder / "half" / "summary.json").unlink()
     before = lines_of(folder / "half")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=half", *FAST) == Exit.UNREADABLE
     assert "none of the checkpoints in" in capfd.readouterr().err
     assert lines_of(folder / "half") == before  # nothing restarts, and nothing is deleted
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}
-
-
-@pytest.mark.medium
-def test_a_jump_is_logged_with_the_rows_that_tools_dataset_shows(folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.log.SPIKE", 0.5)
-    options = ("--config=tiny.py", "--run_dir=jumpy", *FAST, "--steps=20")
-    assert run("train", monkeypatch, *options) == 0
-    output = "".join(capfd.readouterr())
-    first = next(line for line in lines_of(folder / "jumpy") if "spike" in line)
-    spike, step = first["spike"], first["step"]
-    assert spike["loss"] > 0.5 * spike["median"] and len(spike["rows"]) == 16
-    assert f"step {step}: the loss jumped to " in output
-    assert f"python -m tools.dataset jumpy --step={step - 1}" in output
-    assert run("inspect", monkeypatch, "jumpy", f"--step={step - 1}", "--rows=1") == 0
-    assert f"row {spike['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out

@@ -13,9 +13,8 @@ from configs.command_line import Exit, parse_arguments
 from configs.files import StorageLost, first_line, in_bucket
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
-from run.clock import seconds_by_activity
-from run.record import Events, fetch_locally, scores
-from run.saved_run import open_for_reading
+from run.checkpoint import open_for_reading
+from run.record import Events, fetch_locally, scores, seconds_by_activity
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ those of `configs/schema.py`; `python train.py --config=FILE --help` prints thos
 another value, except for options marked *may change on resume*, or with `--accept_changes`.
 """
 COMMANDS = (
-    *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__"),
+    *("train", "reinforce", "evaluate", "sample", "chat", "export", "data.prepare.__main__"),
     *("tools.plan", "tools.tune", "tools.report"),
     *("tools.dataset", "tools.inspect"),
 )
@@ -93,7 +93,7 @@ def pages() -> dict[str, str]:
         module, command = import_module(name), name.removesuffix(".__main__")
         command = f"python -m {command}" if "." in command else f"python {command}.py"
         commands += [f"## {command}", linked(module.__doc__)]
-        if hasattr(module, "parse"):
+        if "--config=" in (module.__doc__ or ""):
             commands += ["`--config` · required\n:   A config file. [Every option of a run](options.md) follows it."]
         if hasattr(module, "Arguments"):
             commands += entries(module.Arguments, 3)

@@ -33,13 +33,6 @@ def as_messages(turns: list) -> list:
     ]
 
 
-def of_completion(row: Row) -> list[Message]:
-    """Return a prompt and its completion: texts, or lists of messages."""
-    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-        return [*row["prompt"], *row["completion"]]
-    return of_question(row["prompt"], row["completion"])
-
-
 def of_mmlu(row: Row) -> list[Message]:
     """Return a question, and the letter of its answer."""
     letter = dict(enumerate("ABCD"))[row["answer"]]
@@ -71,7 +64,6 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Row], list[Message]]]] = {
     "ShareGPT": (("conversations",), itemgetter("conversations")),
     "Alpaca": (("instruction", "output"), of_instruction),
     "Dolly": (("instruction", "response"), of_instruction),
-    "prompts and completions": (("prompt", "completion"), of_completion),
     "MMLU": (("question", "choices", "answer"), of_mmlu),
     "GSM8K": (("question", "answer"), of_gsm8k),
 }

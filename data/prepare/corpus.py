@@ -19,6 +19,7 @@ from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile,
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
+WINDOW = "; its zstd window is above 128 MB: compress it again, with at most --long=27"
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file
 EMPTY = "empty"  # the only problem that never stops a preparation
 GREETING = "with an answer before the first question, which alone is left out"
@@ -74,7 +75,18 @@ class Corpus:
         except UNREADABLE as error:
             # pyarrow's errors of damaged content have no number.
             lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
-            raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
+            advice = WINDOW * ("requires too much memory" in str(error))
+            raise (StorageLost if lost else UserError)(
+                f"{file.url}: cannot be read to its end: {error}{advice}"
+            ) from error
+
+    def chat_format(self) -> str:
+        """Return the format of the first conversation; "" if it is a list of messages, or cannot be read."""
+        try:
+            record = json.loads(next(self._contents(self.files[0], 0, None))[1])
+        except (*UNREADABLE, ValueError, RecursionError, StopIteration):
+            return ""  # the preparation reports it at its place
+        return format_of(record, self.text_column) if isinstance(record, dict) else ""
 
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""
@@ -164,8 +176,6 @@ class Corpus:
         record = json.loads(content)
         if isinstance(record, dict):
             record = record[self.text_column] if self.text_column in record else messages_in(record, self.text_column)
-        if isinstance(record, str):
-            record = json.loads(record)
         if not isinstance(record, list):
             raise ValueError("no list of messages")
         messages = as_messages(record)

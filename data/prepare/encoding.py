@@ -10,9 +10,10 @@ import re
 import numpy as np
 import tiktoken
 from jaxtyping import UInt32
+from tokenizers import models
 
 from data.conversation import render
-from data.tokenizer import TextTokenizer, byte_letters, merged_from
+from data.tokenizer import TextTokenizer, byte_letters, byte_level, merged_from
 
 TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
 
@@ -49,38 +50,25 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
     joined as in tiktoken, end as the pair of its merge. No token is ever split, so two neighbours that together are a
     token were joined from its bytes alone, and are that pair.
     """
-    facts = json.loads(tokenizer.json)
-    model, split = facts["model"], _split(facts.get("pre_tokenizer") or {})
-    special = tokenizer.special_tokens
-    plain = model.get("type") == "BPE" and not any(
-        model.get(key) for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    )
-    # `tokenizers` and tiktoken read `{1,3}+` in different ways.
-    if not plain or split is None or re.search(r"\d}\+", split):
-        return None
-    if facts.get("normalizer") or len(special) < len(facts.get("added_tokens", [])):
-        return None
-    letters = byte_letters()
+    facts, special, letters = json.loads(tokenizer.library.to_str()), tokenizer.special_tokens, byte_letters()
+    model = facts["model"]
     try:
+        split = facts["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        plain = json.loads(byte_level(models.BPE(), split).to_str())
+        is_plain = all(facts[key] == plain[key] for key in ("normalizer", "pre_tokenizer"))
+        own = {key: model[key] for key in ("vocab", "merges", "ignore_merges")}
+        # `tokenizers` and tiktoken read `{1,3}+` in different ways.
+        if not is_plain or model != plain["model"] | own or re.search(r"\d}\+", split):
+            return None
         spelled = lambda word: bytes(letters[letter] for letter in word)
         ranks = {spelled(token): i for token, i in model["vocab"].items() if token not in special}
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         merges = [(spelled(a), spelled(b)) for a, b in pairs]
-    except (KeyError, ValueError):  # not written as bytes
+    except (TypeError, LookupError, ValueError):  # other steps, or not written as bytes
         return None
     order = [ranks.get(a + b, -1) for a, b in merges]
     whole = all(bytes([i]) in ranks for i in range(256)) and len(merges) == len(ranks) - 256
+    whole = whole and len(special) == len(facts["added_tokens"])
     if not whole or order != sorted(set(order)) or any(merged_from(a + b, ranks) != [a, b] for a, b in merges):
         return None
     return tiktoken.Encoding("of tokenizer.json", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-
-
-def _split(pre_tokenizer: dict) -> str | None:
-    """Return the regular expression that alone cuts a text, before its bytes are spelled; None if there is another."""
-    steps = pre_tokenizer.get("pretokenizers", [])
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    if len(steps) != 2 or any(steps[1].get(key) != value for key, value in bytes_of.items()):
-        return None
-    pattern = steps[0].get("pattern", {}).get("Regex")
-    isolated = steps[0].get("type") == "Split" and steps[0].get("behavior") == "Isolated" and not steps[0]["invert"]
-    return pattern if isolated else None

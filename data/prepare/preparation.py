@@ -22,6 +22,7 @@ from configs.files import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
 from data.dataset_folder import read_record
+from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
@@ -147,6 +148,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
         chosen = f", {held_out} of them held out ({corpus.files[0].name} ...)" if held_out else ""
         about = f"{len(files)} file(s){chosen}, once, in {out}{corpus.left_out}"
         print(f"preparing {corpus.source}: {about}", file=sys.stderr)
+        if corpus.conversations and (name := corpus.chat_format()):
+            print(f"conversations are made of the columns of {name}: {', '.join(FORMATS[name][0])}", file=sys.stderr)
         if "tokenizer" not in facts:
             write_record(out, facts | {"files": 0})  # this claims the folder
         shutil.rmtree(out / "parts", ignore_errors=True)  # of a start that was killed

@@ -1,29 +1,16 @@
-"""Write text, kill its preparation, and read and hash the results, for the tests of data."""
+"""Write text, and read and hash its datasets, for the tests of data."""
 
 import hashlib
 import json
-import random
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer
 
-from configs.schema import UserError
-from data.prepare.preparation import Preparation
+from data.prepare.listing import find_corpus
 
 ROOT = Path(__file__).parents[2]
-DRIVER = """
-import sys
-from pathlib import Path
-import data.prepare.parts
-from data.prepare.preparation import Preparation, prepare
-data.prepare.parts.TASK_BYTES = eval(sys.argv[1])
-prepare(Preparation(**eval(sys.argv[2])), Path(sys.argv[3]), workers=2)
-"""
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> str:
@@ -34,6 +21,12 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> str:
     return str(folder)
 
 
+def texts_of(source: object, **options: object) -> list[str]:
+    """Return the texts of a source's documents, those without text left out."""
+    corpus = find_corpus(str(source), on_error="skip", **options)
+    return [document.text for file in corpus.files for document in corpus.documents(file) if document.text]
+
+
 def jsonl(*records: object) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
@@ -42,29 +35,6 @@ def digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a folder, by its path there."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def prepare_under_fire(
-    settings: Preparation, out: Path, task_bytes: int, kills: int, generator: random.Random
-) -> tuple[int, str]:
-    """Prepare with two workers and kill the command `kills` times, each after one to three more files. Return the
-    number of kills and the last command's output. Raise UserError if that one fails."""
-    words = [sys.executable, "-c", DRIVER, repr((task_bytes, task_bytes)), repr(vars(settings)), str(out)]
-    begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    there = lambda: len([*out.glob("parts/*/*"), *out.glob("*.bin")])
-    process, done = begin(), 0
-    while done < kills and process.poll() is None:
-        before, aim = there(), generator.randint(1, 3)
-        while process.poll() is None and abs(there() - before) < aim:
-            time.sleep(0.002 * generator.random())
-        process.kill()
-        process.communicate()
-        process = begin()
-        done += 1
-    log = process.communicate()[1]
-    if process.returncode:
-        raise UserError(f"after {done} kills a preparation ended with {process.returncode}: {log}")
-    return done, log
 
 
 def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:

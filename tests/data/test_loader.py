@@ -1,5 +1,4 @@
 import threading
-from collections import Counter
 from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
@@ -167,18 +166,9 @@ def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_byte
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
 
-def test_in_held_out_conversations_answers_and_their_ends_count():
-    """Tokens 1 to 8 are `CHAT_TOKENS`, without text. Every other token i has i bytes."""
-    documents = [[0, 1, 20, 2, 3, 21, 22, 4], [0, 1, 20, 2, 3, 5, 23, 6, 7, 24, 8, 25, 4], [0, 1, 20, 2]]
-    tokens, starts = np.concatenate(documents), np.array([0, 8, 21])
+def test_held_out_rows_in_which_nothing_counts_are_refused():
     ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
-    chat = PlannedRows(TokenStream([tokens]), plan_rows("whole", starts, len(tokens), 16), 0, 16, ids)
-    text = StreamRows(TokenStream([np.array([0, *range(20, 35), 0])]), 16)
-    sizes = np.where(np.arange(40) > 8, np.arange(40), 0)
-    batches, text_bytes = held_out_batches([chat, text], [0.5, 0.5], 10**9, sizes, (1, 8, 16), sharding())
-    answers = [(3, 21), (21, 22), (22, 4), (3, 5), (5, 23), (23, 6), (8, 25), (25, 4)]
-    assert Counter(counted(batches)) == Counter([*answers, (0, 20), *((i, i + 1) for i in range(20, 34))])
-    assert text_bytes.sum() == 21 + 22 + 23 + 25 + sum(range(20, 35))
-    nothing = PlannedRows(TokenStream([tokens[:4]]), plan_rows("whole", starts[:1], 4, 16), 0, 16, ids)
+    tokens = np.array([0, ids["<|user_start|>"], 20, ids["<|user_end|>"]])
+    question = PlannedRows(TokenStream([tokens]), plan_rows("whole", np.array([0]), 4, 16), 0, 16, ids)
     with pytest.raises(UserError, match="no text counts in the 1 held-out rows of 16 tokens"):
-        held_out_batches([nothing], [1.0], 10**9, sizes, (1, 8, 16), sharding())
+        held_out_batches([question], [1.0], 10**9, np.ones(40, int), (1, 8, 16), sharding())

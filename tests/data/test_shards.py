@@ -50,17 +50,21 @@ def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
     assert np.load(tmp_path / "x.starts.npy").tolist() == [0, 3]
 
 
-def cut_off(path: Path, size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "size", "message"),
+    [
+        (".bin", -1, "is damaged: "),
+        (".bin", None, "cannot be read: No such file"),
+        *((".blocks", size, "cannot be read .*; bring it back") for size in (31, -1, None)),
+    ],
+)
+def test_an_incomplete_shard_or_sidecar_is_refused_by_name(shard, suffix, size, message):
+    path = shard.with_suffix(suffix)
     content = path.read_bytes()
     path.unlink()
     if size:
         path.write_bytes(content[:size])
-
-
-@pytest.mark.parametrize(("size", "message"), [(-1, "is damaged: "), (None, "cannot be read: No such file")])
-def test_an_incomplete_shard_is_refused_by_name(shard, size, message):
-    cut_off(shard, size)
-    with pytest.raises(UserError, match=f"{shard} {message}"):
+    with pytest.raises(UserError, match=f"{path} {message}"):
         Shard(shard)
 
 
@@ -88,14 +92,6 @@ def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
         _ = Shard(shard)[:]
     sound = slice(0, 10) if block else slice(50_000, 60_000)
     assert (Shard(shard)[sound] == TOKENS[sound]).all()
-
-
-@pytest.mark.parametrize("cut", [31, -1, None])
-def test_a_damaged_sidecar_is_named(shard, cut):
-    sidecar = shard.with_suffix(".blocks")
-    cut_off(sidecar, cut)
-    with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; bring it back"):
-        Shard(shard)
 
 
 @pytest.mark.parametrize("name", ["read_blocks", "os.pread"])

@@ -4,7 +4,6 @@ nanochat_core.json has the results of nanochat's core_eval (92d63d4), written by
 e384e3d: whether an item is right, each row's scored tokens, and their mean loss."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -178,18 +177,6 @@ def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content,
         path.write_text(content)
     with pytest.raises(UserError, match=message):
         read_bundle(str(tmp_path / "bundle"), None)
-
-
-def test_the_bundle_of_the_page_is_one(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    line = lambda pattern: re.findall(rf"^.* {pattern}", page, re.MULTILINE)[0]
-    (tmp_path / "eval_data").mkdir()
-    (tmp_path / "core.yaml").write_text(line("(icl_tasks: .*)"))
-    (tmp_path / "eval_meta_data.csv").write_text(f"{line('(Eval Task,.*?) +#')}\n{line('(capitals,geography.*)')}\n")
-    (tmp_path / "eval_data/capitals.jsonl").write_text(f"{line('({.query.*)')}\n" * 3)
-    (task,) = read_bundle(str(tmp_path), None)
-    assert (task.label, task.kind, task.shots, task.baseline) == ("capitals", "multiple_choice", 2, 0.5)
-    assert task.items[0]["choices"][task.items[0]["gold"]] == "Lima"
 
 
 def test_too_few_items_for_the_shots_are_refused(bundle):

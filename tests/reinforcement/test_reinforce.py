@@ -155,7 +155,10 @@ def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failur
     assert again("--run_dir=solved", "--steps=12") == 0
     lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
     assert [line["left_out"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
-    assert "step 12 changed nothing: each question's answers have one reward" in capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert "step 12 changed nothing: each question's answers have one reward" in output
+    reached = summary(folder / "solved")
+    assert f"reward {reached['reward']:.4f}, pass@1 {reached['pass_at_1']:.4f}\n" in output and "loss nan" not in output
 
 
 @pytest.mark.medium

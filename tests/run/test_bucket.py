@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 
 import fsspec.config
@@ -11,7 +12,7 @@ from gcsfs.retry import HttpError
 from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
-from run.checkpoint import COMMITTED, UNFINISHED, Checkpoints, finished_steps
+from run.checkpoint import Checkpoints, finished_steps
 from run.record import local_path
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
@@ -38,30 +39,14 @@ def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_delet
     state = saved(RUN, (1, 2, 3))[1]
     lost = [name for name in gcs.objects if name.startswith(("runs/mine/checkpoints/2/", "runs/mine/checkpoints/3/"))]
     for name in lost:
-        if name.endswith(COMMITTED) or ("/3/" in name and not name.endswith("manifest.ocdbt")):
+        if name.endswith("facts/metadata") or ("/3/" in name and not name.endswith("manifest.ocdbt")):
             del gcs.objects[name]
-    for step in (2, 3):
-        gcs.put(f"runs/mine/checkpoints/{step}/{UNFINISHED}", b"")
     assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RUN).steps == [1]
     abstract = state_on(1)[1]
     restored, facts = Saver(RUN, KEEP_ALL).restore_newest(abstract)
     assert under(gcs, "checkpoints") == {"1"} and facts["step"] == 1
     assert_equal(restored, state._replace(step=1))
     assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
-
-
-def test_checkpoints_that_were_copied_there_are_neither_deleted_nor_passed_over(gcs):
-    """Without a file that says that they are complete, they were not saved there (orbax issue 394)."""
-    saved(RUN, (1, 2))
-    for step in (1, 2):
-        del gcs.objects[f"runs/mine/checkpoints/{step}/{COMMITTED}"]
-    before = dict(gcs.objects)
-    with pytest.raises(UserError, match=rf"checkpoints/[12] has no {COMMITTED}"):
-        Saver(RUN, KEEP_ALL)
-    assert gcs.objects == before
-    for step in (1, 2):
-        gcs.put(f"runs/mine/checkpoints/{step}/{COMMITTED}", b"\n")
-    assert Saver(RUN, KEEP_ALL).steps == [1, 2]
 
 
 def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
@@ -97,6 +82,20 @@ def test_a_store_s_errors_cost_only_a_save(gcs):
     close(checkpoints)
     assert Saver(RUN, KEEP_ALL).steps == [3]
     assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
+
+
+@pytest.mark.parametrize("run_dir", [RUN, ""], ids=["bucket", "disk"])
+def test_old_checkpoints_are_deleted_by_the_thread_that_saves(gcs, tmp_path, monkeypatch, run_dir):
+    """A slow store must not stall the loop of any host."""
+    checkpoints, threads = Saver(run_dir or tmp_path, CheckpointConfig(keep=1)), []
+    rmtree = type(checkpoints.folder).rmtree
+    delete = lambda path: threads.append(threading.current_thread()) or rmtree(path)
+    monkeypatch.setattr(type(checkpoints.folder), "rmtree", delete)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state_on(1)[0], FACTS)
+        checkpoints.wait()
+    assert checkpoints.steps == [3] and len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs):

@@ -169,22 +169,12 @@ def test_a_run_goes_back_to_an_older_checkpoint_once_and_another_seed_changes_it
     assert [(e["step"], e["tokens"]) for e in events if e["event"] == "start"] == [(0, 0), (2, 256), (4, 512)]
 
 
-def test_a_complete_run_without_metrics_and_summary_is_completed_again(folder, monkeypatch):
-    run_dir = copy_of(folder, "headless")
-    expected = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
-    for name in ("summary.json", "metrics.jsonl"):
-        (run_dir / name).unlink()
-    assert start(monkeypatch, folder, "--run_dir=headless") == 0
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["params_sha256"] == expected and summary["loss"] is None
-
-
 def test_the_command_s_own_options_are_compared_across_processes(monkeypatch):
     compared = []
     monkeypatch.setattr("run.start.check_hosts_agree", lambda about, value: compared.append(value))
-    for arguments in (Arguments(), Arguments(memory=3.0), Arguments(resume_step=2), Arguments(accept_changes=True)):
+    for arguments in (Arguments(), Arguments(resume_step=2), Arguments(accept_changes=True)):
         check_processes(tiny_config(), arguments)
-    assert compared[0] == compared[1] and len({*compared}) == 3
+    assert len({*compared}) == 3
 
 
 def test_each_start_records_its_versions(folder, monkeypatch):

@@ -13,14 +13,11 @@ from configs.command_line import Exit
 from configs.schema import EvalConfig, with_options
 from hosts.runtime import StartAgain
 from run import fitting as module
-from run.clock import Times
-from run.fitting import COMPILATIONS, Fitting
+from run.fitting import COMPILATIONS, Fitting, TrainSteps
 from run.log import MetricsLog
-from run.programs import TrainSteps
-from run.record import Events, read_metrics
+from run.record import Events, Times, read_metrics
 from tests.helpers import tiny_config
-from tests.hosts.processes import finish, start
-from tests.test_train import ROOT, figures, run, write_folder
+from tests.test_train import figures, run, write_folder
 from training.build import build
 
 OPTIONS = (  # of test_train.py's config: four short steps, with rows that are chosen
@@ -84,17 +81,17 @@ def compiling(patch, needs) -> list[int]:
     return compiled
 
 
-def fit(asked, gib: float):
+def fit(asked):
     """Return the config that train.py would run with."""
     Path(asked.run_dir).mkdir(exist_ok=True)
-    fitting = Fitting(asked, gib)
+    fitting = Fitting(asked)
     built, _ = fitting.compile(module.build(fitting.first()), 0, Times())
     return built.config
 
 
-def limit(kib: float) -> float:
-    """Return the GiB of a device of which this many KiB may be taken."""
-    return kib / 0.9 / 2**20
+def limit(patch, kib: float) -> None:
+    """Give a device so much memory that this many KiB may be taken."""
+    patch.setattr(module, "device_limit", lambda *_: int(1024 * kib / module.HEADROOM) + 1)
 
 
 @pytest.mark.parametrize(
@@ -109,29 +106,41 @@ def limit(kib: float) -> float:
 )
 def test_rows_follow_the_line_through_what_was_compiled(asked, monkeypatch, needs, kib, tried):
     compiled = compiling(monkeypatch, needs)
-    config = fit(asked, limit(kib))
+    limit(monkeypatch, kib)
+    config = fit(asked)
     assert compiled == tried and len(tried) <= COMPILATIONS
     assert config.batch.rows == max(rows for rows in tried if (size := needs(rows)) is not None and size <= kib)
 
 
-def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
+def test_a_choice_is_kept_with_the_run_for_such_devices_as_long_as_it_fits(asked, monkeypatch):
     compiled = compiling(monkeypatch, lambda rows: 800 + 100 * rows)
-    first, gib = fit(asked, limit(4200)), limit(4200)
+    limit(monkeypatch, 4200)
+    first = fit(asked)
     compiled.clear()
-    assert fit(asked, gib) == first and compiled == [first.batch.rows] == [Fitting(asked, gib).kept]
-    assert not Fitting(asked, gib / 2).kept and not Fitting(with_options(asked, {"model.depth": 2}), gib).kept
+    assert fit(asked) == first and compiled == [first.batch.rows] == [Fitting(asked).kept]
+    limit(monkeypatch, 2000)
+    assert fit(asked).batch.rows == 8 and compiled[1:] == [32, 1, 8] and Fitting(asked).kept == 8
+    assert not Fitting(with_options(asked, {"model.depth": 2})).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
-    assert not Fitting(asked, gib).kept
+    assert not Fitting(asked).kept
+
+
+def test_all_processes_choose_what_fits_the_smallest_device(asked, monkeypatch):
+    compiling(monkeypatch, lambda rows: 800 + 100 * rows)
+    limit(monkeypatch, 8000)
+    monkeypatch.setattr(module, "max_over_processes", lambda value: max(value, -int(1024 * 4200 / module.HEADROOM) - 1))
+    assert Fitting(asked).limit == pytest.approx(1024 * 4200, rel=1e-5)
 
 
 def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(asked, monkeypatch):
     compiling(monkeypatch, lambda rows: 800 + 100 * rows)
+    limit(monkeypatch, 4200)
     Path(asked.run_dir).mkdir()
-    fitting, built = Fitting(asked, limit(4200)), module.build(with_options(asked, {"batch.rows_per_device": 32}))
+    fitting, built = Fitting(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
     monkeypatch.setattr(jax, "process_index", lambda: 3)
     with pytest.raises(StartAgain, match="rows_per_device=16"), fitting.fewer_rows_if_out_of_memory(built):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-    assert fitted(asked.run_dir) == [16] and Fitting(asked, limit(4200)).kept == 16
+    assert fitted(asked.run_dir) == [16] and Fitting(asked).kept == 16
 
 
 @pytest.fixture
@@ -157,18 +166,16 @@ def fitted(run_dir: str) -> list[int]:
 
 
 @pytest.mark.medium
-def test_with_less_memory_it_names_what_would_fit_and_the_result_stays(folder, monkeypatch, capfd):
+def test_with_less_memory_it_names_what_takes_less_and_the_result_stays(folder, monkeypatch, capfd):
     code, programs, said = train(monkeypatch, capfd, "ample")
     assert code == Exit.COMPLETE and [rows for rows, _ in programs] == ["1", "16"]
-    one_row = float(programs[0][1]) / 0.9
-    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.97 * one_row}")
+    limit(monkeypatch, 0.97 * float(programs[0][1]) * 2**20)
+    code, _, said = train(monkeypatch, capfd, "none")
     assert code == Exit.MISTAKE and "not one row fits the device's memory" in said and "Traceback" not in said
     assert not (folder / "none").exists()
     (smaller,) = re.findall(r"GiB may be taken\. (.*) takes less", said)
-    assert train(monkeypatch, capfd, "smaller", f"--memory={0.97 * one_row}", *smaller.split())[0] == Exit.COMPLETE
+    assert train(monkeypatch, capfd, "smaller", *smaller.split())[0] == Exit.COMPLETE
     np.testing.assert_allclose(losses("smaller"), losses("ample"), rtol=2e-5)
-    (gib,) = re.findall(r"It would fit ([\d.]+) GiB", said)
-    assert train(monkeypatch, capfd, "more", f"--memory={gib}")[0] == Exit.COMPLETE
 
 
 @pytest.mark.medium
@@ -188,6 +195,8 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
     assert "continuing after step 2 of 6" in said
     events = Events("halved").read()
     assert [event["rows_per_device"] for event in events if event["event"] == "out_of_memory"] == [8]
+    stops = [event for event in events if event["event"] == "stop"]
+    assert [event["code"] for event in stops] == [Exit.PEER_LOST, Exit.COMPLETE] and stops[0]["seconds"]["compile"] > 0
     assert fitted("halved")[-1] == 8
     assert json.loads(Path("halved/config.json").read_text())["config"]["batch"]["rows_per_device"] == 8
     np.testing.assert_allclose(losses("halved"), losses("whole"), rtol=2e-5)
@@ -197,13 +206,4 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
     assert train(monkeypatch, capfd, "twice", *LONGER)[0] == Exit.COMPLETE  # what a launcher does
     failing.append("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     code, _, said = train(monkeypatch, capfd, "given", *LONGER, "--batch.rows_per_device=16")
-    assert code == Exit.FAILED and "RESOURCE_EXHAUSTED" in said and "cannot be planned" in said
-
-
-@pytest.mark.slow
-def test_two_processes_choose_what_fits_the_smaller_device(folder):
-    command = [ROOT / "train.py", *OPTIONS, "--run_dir=two"]
-    commands = [[*command, f"--memory={gib}"] for gib in (1, 0.006)]
-    assert "it fits" in finish(start(*commands, folders=[folder]), 0)[0]
-    (rows,) = fitted("two")
-    assert rows < 8 and len(losses("two")) == 4
+    assert code == Exit.FAILED and "RESOURCE_EXHAUSTED" in said and "python -m tools.plan" in said

@@ -13,16 +13,13 @@ import pytest
 
 from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
-from run.clock import Times
-from run.log import ENOUGH, MOST_SKIPPED, WINDOW, MetricsLog, ResumePoint, mfu_of
+from run.log import ENOUGH, MOST_SKIPPED, WINDOW, Clock, MetricsLog, ResumePoint, mfu_of
 from run.metrics import MetricsWriter
-from run.record import read_metrics
+from run.record import Times, read_metrics, seconds_by_activity
 from tests.helpers import tiny_config
 from training.state import TrainState
 
 TOKENS = 256  # per step
-FALLING = [5.0, 4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0]
-TURNS = [9.0, 2.0, 1.5, 1.7, 1.8, 1.9, 2.0, 2.1]
 
 
 @pytest.fixture
@@ -106,17 +103,6 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(make, t
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
 
 
-def test_a_long_second_step_says_how_long_the_run_takes_and_the_bar_moves_with_each_step(make, messages):
-    log = make(step=30, log=LogConfig(1000))
-    log.watchdog.finished, log.watchdog.since = 30, time.monotonic() - 500
-    log.bar = Mock(n=30)
-    feed(log, [2.0], first=31)
-    log.watchdog.since = time.monotonic() - 72
-    feed(log, [2.0], first=32)
-    assert messages == ["step 32 took 72 s: the 8 to come, 0.16 hours"]
-    assert [call.args for call in log.bar.update.call_args_list] == [(1,), (2,)]
-
-
 # Spikes and skipped steps.
 def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
     log = make(log=LogConfig(100))
@@ -194,54 +180,54 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     assert log.times.seconds["saves"] > 0 and log.times.activity == "start"
 
 
-# Overfitting.
-@pytest.fixture
-def reported(make, tmp_path):
-    def evaluate(losses, bits, error=0.1, epochs=0.5) -> list[dict]:
-        """Return the reports of a run with evaluations at steps 0, 20, ... and a logged step before each. `epochs`: of
-        the steps between two evaluations."""
-        log = make()
-        for i, (loss, val_bpb) in enumerate(zip(losses, bits)):
-            if i:
-                log.write(20 * i - 5, {"loss": loss, "epochs": {"a": 0.1, "b": epochs * i}})
-            known = float("nan") if val_bpb is None else val_bpb
-            log.evaluation(20 * i, {"val_loss": 1.0, "val_bpb": known, "val_bpb_stderr": error})
-        return [line for line in read_metrics(tmp_path) if "overfitting" in line]
-
-    return evaluate
+# Seconds: of training, of waiting for data, and by activity.
+def test_the_activities_of_a_process_sum_to_its_time_and_those_of_a_run_are_summed():
+    began, times = time.monotonic(), Times()
+    with times.during("compile"):
+        time.sleep(0.02)
+        with times.during("restore"):
+            time.sleep(0.02)
+    seconds = times.so_far()
+    assert seconds["compile"] >= 0.02 and seconds["restore"] >= 0.02 and times.activity == "start"
+    assert sum(seconds.values()) == pytest.approx(time.monotonic() - began, abs=0.01)
+    killed = {"event": "start", "step": 0, "time": 1.0}
+    stops = [{"event": "stop", "step": step, "seconds": {"steps": 2.0, "saves": 1.0}} for step in (5, 9)]
+    assert seconds_by_activity([killed, *stops]) == dict.fromkeys(seconds, 0.0) | {"steps": 4.0, "saves": 2.0}
 
 
-def test_a_turn_is_reported_once_with_its_minimum_and_remedies(make, reported, tmp_path, monkeypatch, messages):
-    notified = []
-    monkeypatch.setattr("run.log.tell", lambda config, *facts: notified.append(facts))
-    (line,) = reported(FALLING, TURNS)
-    assert (line["step"], line["overfitting"]) == (100, {"step": 40, "val_bpb": 1.5})
-    (message,) = [message for message in messages if "by heart" in message]
-    assert "step 100: " in message and "worse than step 40's 1.5000 bits per byte" in message
-    assert all(word in message for word in ("fewer steps", "dropout", "weight decay", "--checkpoint.every_steps=20"))
-    assert notified == [("overfitting", message, 100)]
-    make(step=140).evaluation(160, {"val_loss": 1.0, "val_bpb": 2.2})  # a resumed run does not report again
-    assert len(notified) == 1
+def test_clock_counts_training_alone_over_all_starts(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("run.log.time.perf_counter", lambda: now[0])
+    clock = Clock(seconds=100.0, tokens=50)
+    now[0] += 4
+    assert clock.seconds == 104
+    assert clock.rates(58).tokens_per_second == 8 / 4
+    with clock.paused():
+        now[0] += 1000
+    now[0] += 1
+    assert clock.seconds == 105
+    assert clock.rates(60).tokens_per_second == 2 / 1
+    clock.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "step"),
-    [
-        ({"error": None}, 100),  # one held-out document
-        ({"error": 0.25}, 120),  # 1.7 is within the error of 1.5
-        ({"error": 0.7}, None),
-        ({"epochs": 0.1}, None),  # no row was seen twice
-        ({"epochs": 0.18}, 120),
-        ({"bits": TURNS[:5]}, None),
-        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.55, 1.9, 2.0, 2.1]}, 140),  # one evaluation is as good
-        ({"bits": [9.0, 2.0, 1.5, 1.7, None, 1.9, 2.0, 2.1]}, 120),  # not finite
-        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.8, 1.4, 1.5, 1.6]}, None),  # a new minimum
-        ({"bits": [1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]}, None),  # no training before the minimum
-        ({"bits": [9.0, 2.0, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0]}, None),
-        ({"losses": [5.0, 4.0, 3.0, 3.1, 3.2, 3.3, 3.3, 3.3]}, None),  # the training loss rises too
-        ({"losses": [5.0, 4.0, 3.0, 2.0, 1.5, None, 1.1, 1.0]}, 120),
-    ],
-)
-def test_when_a_turn_is_reported(reported, options, step):
-    lines = reported(**{"losses": FALLING, "bits": TURNS} | options)
-    assert [line["step"] for line in lines] == ([step] if step else [])
+def test_data_that_arrive_while_devices_work_cost_no_time(monkeypatch):
+    now, ended = [0.0], threading.Event()
+    monkeypatch.setattr("run.log.time.monotonic", lambda: now[0])
+
+    def batches():
+        now[0] = 5.0
+        yield "while they are busy"
+        ended.set()
+        assert clock.devices_done and clock.devices_done.result() == 5.0
+        now[0] = 9.0
+        yield "they are done meanwhile"
+        now[0] = 11.0
+        yield "they were done before"
+
+    clock, given, waits = Clock(0.0, 0), batches(), []
+    clock.dispatched(SimpleNamespace(block_until_ready=ended.wait))
+    for _ in range(3):
+        clock.next_batch(given)
+        waits.append(clock.stalled)
+    clock.close()
+    assert np.diff(waits, prepend=0.0).tolist() == [0.0, 4.0, 2.0]

@@ -8,7 +8,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.ending import plot_loss
 from run.metrics import MetricsWriter
 from run.record import read_metrics
 
@@ -81,16 +80,6 @@ def test_both_show_each_step_once_with_its_time_after_any_number_of_resumes(tmp_
     assert all(event.wall_time == event.value for event in shown(tmp_path / "tensorboard").Scalars("loss"))
 
 
-def test_a_viewer_that_keeps_tensorboard_s_folder_on_nfs_is_no_problem(tmp_path, monkeypatch):
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / ".nfs01").write_text("a deleted file that a viewer has open")
-    monkeypatch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
-    writer = MetricsWriter(tmp_path, 0)
-    writer.write({"step": 1, "loss": 2.0})
-    writer.close()
-    assert not writer.problem and [event.value for event in shown(tmp_path / "tensorboard").Scalars("loss")] == [2.0]
-
-
 def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_path):
     samples = ["def a():\n    pass", "a\n````\nb"]
     write(tmp_path, 0, [{"step": 5, "loss": 1.5, "norm": {"embed": 2.0, "head": 3}, "mfu": None, "samples": samples}])
@@ -111,16 +100,6 @@ def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
     assert all(text in content for text in ("steps", "model.dtype", "auto", "eval.prompts"))
     writer.close()
     assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
-
-
-def test_loss_is_drawn_from_the_lines(tmp_path):
-    lines = [{"step": 0, "tokens": 0, "val_loss": 5.0}, *(line(step, 5 - step) for step in range(1, 4))]
-    write(
-        tmp_path, 0, [*lines, {"step": 3, "tokens": 30, "changes": ["x"]}, {"step": 3, "tokens": 30, "val_loss": 2.0}]
-    )
-    path = plot_loss(tmp_path)
-    assert path == tmp_path / "loss.png"
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def full(*_):

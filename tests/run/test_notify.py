@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from configs.schema import LogConfig
-from run import notify
-from run.metrics import MetricsWriter
-from run.notify import Wandb, notify_of_failure, tell
+from run import ending, metrics
+from run.ending import notify_of_failure, tell
+from run.metrics import MetricsWriter, Wandb
 from run.record import Events
 from tests.helpers import tiny_config
 
@@ -28,14 +28,8 @@ def test_the_command_receives_event_and_run(tmp_path):
     assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
 
 
-def test_a_jump_does_not_wait_for_the_command(tmp_path):
-    began = time.monotonic()
-    tell(config_with(tmp_path, on_event="sleep 5"), "spike", "", 3)
-    assert time.monotonic() - began < 4 and (tmp_path / "on_event.log").exists()
-
-
 def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.1)
+    monkeypatch.setattr(ending, "COMMAND_SECONDS", 0.1)
     began = time.monotonic()
     tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
     assert time.monotonic() - began < 30
@@ -109,7 +103,7 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
 @pytest.mark.parametrize("wrong", [None, SystemExit(1)])
 def test_a_run_continues_without_weights_and_biases(tmp_path, monkeypatch, capfd, wrong):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(wrong) if wrong else None)  # None: not installed
-    monkeypatch.setattr(notify, "WAITING", 2)
+    monkeypatch.setattr(metrics, "WAITING", 2)
     wandb = Wandb(config_with(tmp_path, wandb="gpts"))
     wandb.thread.join()
     for step in range(5):  # the service takes no more lines

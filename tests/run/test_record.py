@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from configs.command_line import Exit
+from configs.files import StorageLost
 from configs.schema import UserError
-from run.notify import notify_of_failure
+from hosts.runtime import StartAgain, TrainingAborted
+from run.ending import failure_recorded, notify_of_failure
 from run.record import (
+    ACTIVITIES,
     UPLOADED,
     Events,
+    Times,
     batch_of,
     fetch_locally,
     local_path,
@@ -70,6 +75,26 @@ def test_the_batch_after_another_size_of_a_step_and_after_going_back():
     ]
     expected = {9: (900, 100), 10: (1000, 150), 14: (1600, 150), 15: (1750, 300), 20: (3250, 300)}
     assert {step: batch_of(events, step, 1) for step in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TrainingAborted("ten in a row"), Exit.FAILED),
+        (StorageLost("no answer"), Exit.PEER_LOST),
+        (StartAgain("out of memory"), Exit.PEER_LOST),
+        (RuntimeError("a defect"), None),
+        (UserError("a mistake"), "nothing"),
+    ],
+)
+def test_a_start_that_fails_records_its_end_and_its_seconds(tmp_path, error, code):
+    Events(tmp_path).add("start", 0)
+    Events(tmp_path).add("saved", 20)
+    with pytest.raises(type(error)), failure_recorded(replace(CONFIG, run_dir=str(tmp_path)), Times()):
+        raise error
+    stops = [event for event in Events(tmp_path).read() if event["event"] == "stop"]
+    assert [(event["step"], event["code"]) for event in stops] == ([(20, code)] if code != "nothing" else [])
+    assert all(event["error"].endswith(str(error)) and event["seconds"].keys() == {*ACTIVITIES} for event in stops)
 
 
 @pytest.fixture

@@ -29,6 +29,11 @@ TURN = (
     "<|user_start|>{}<|user_end|><|assistant_start|>[{}<|assistant_end|>]"  # an assistant's tokens, in [], are learned
 )
 ASKED, CALLED = TURN.format("weather?", "12 C"), "<|python_start|>{}<|python_end|>"
+CALCULATED = "<|python_start|>{}<|python_end|>]<|output_start|>{}<|output_end|>["
+CHOICES = (
+    "Multiple Choice question: 1 + 1?\n- 1=A\n- 2=B\n- 3=C\n- 4=D\n\n"
+    "Respond only with the letter of the correct answer."
+)
 
 
 def chat(*messages: dict) -> dict:
@@ -47,8 +52,6 @@ FORMS = {
     "dolly": ({"instruction": "a", "context": "c", "response": "b", "category": "q"}, TURN.format("a\n\nc", "b")),
     "sharegpt": (sharegpt(human="hi", gpt="yo"), TURN.format("hi", "yo")),
     "sharegpt, a system": (sharegpt(system="s", human="hi", gpt="yo"), TURN.format("s\n\nhi", "yo")),
-    "prompt_completion": ({"prompt": "a", "completion": "b"}, TURN.format("a", "b")),
-    "prompt_completion, messages": ({"prompt": [U], "completion": [A]}, ASKED),
     "developer": (chat({"role": "developer", "content": "s"}, U, A), TURN.format("s\n\nweather?", "12 C")),
     "content_parts_openai": (chat(U | {"content": [{"type": "text", "text": t} for t in ("wea", "ther?")]}, A), ASKED),
     "tool_calls": (
@@ -76,16 +79,13 @@ FORMS = {
         ),
     ),
     "leading answer": (chat(A, U, A), ASKED),
-}
-MMLU = {
-    "question": ["1 + 1?", "Which\nis red?"],
-    "subject": ["elementary_mathematics", ""],
-    "choices": [["1", "2", "3", "4"], ["sky", "a leaf", "snow", "blood"]],
-    "answer": [1, 3],
-}
-GSM8K = {
-    "question": ["How many?", "And then?", "None?"],
-    "answer": ["48/2 = <<48/2=24>>24.\nSo <<48+24=72>>72.\n#### 72", "<<1+1>>2 <<a=b=c>>\n#### 2", "#### 0"],
+    "mmlu": ({"question": "1 + 1?", "choices": [*"1234"], "answer": 1, "subject": ""}, TURN.format(CHOICES, "B")),
+    "gsm8k": (
+        {"question": "How many?", "answer": "48/2 = <<48/2=24>>24.\nSo <<1+1>>2.\n#### 2"},
+        TURN.format(
+            "How many?", f"48/2 = {CALCULATED.format('48/2', '24')}24.\nSo {CALCULATED.format('1+1', '')}2.\n#### 2"
+        ),
+    ),
 }
 
 
@@ -124,7 +124,7 @@ def test_each_form_has_its_tokens_of_which_an_assistant_s_are_learned(tmp_path, 
             assert list(zip(tokens, learned(np.array(tokens), TOKENIZER.special_tokens).tolist())) == spelled(expected)
 
 
-def test_the_share_left_out_is_printed_and_counted(tmp_path, capfd):
+def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, capfd):
     rows = [{"instruction": f"a{i}", "output": f"b{i}"} for i in range(16)]
     bad = {"messages": [U, A | {"reasoning_content": "hm"}]}
     write_files(tmp_path, {"a.jsonl": jsonl(*rows, {"messages": [A, U, A]}, bad, bad, bad)})
@@ -134,14 +134,13 @@ def test_the_share_left_out_is_printed_and_counted(tmp_path, capfd):
     lost = "a message (assistant) has reasoning_content, which cannot be learned"
     assert facts["skipped"] == {lost: 3, GREETING: 1}
     assert facts["train"]["documents"] + facts["val"]["documents"] == 17
+    assert "conversations are made of the columns of Alpaca: instruction, output" in said
     assert "left out, of 20 document(s): " in said and f"3 {lost} (15%)" in said and f"1 {GREETING} (5%)" in said
 
 
 def test_a_table_or_an_array_of_something_else_is_refused_with_what_it_has(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "chosen": ["y"]}), tmp_path / "a.parquet")
     write_files(tmp_path, {"b.json": '{"data": []}', "c.json": "{}\n{}\n"})
     says = {
-        "a.parquet": "no conversation in the columns prompt, chosen; known are",
         "b.json": "is not an array of conversations",
         "c.json": "is not JSON: .*; one conversation a line: call it .jsonl",
     }
@@ -152,27 +151,3 @@ def test_a_table_or_an_array_of_something_else_is_refused_with_what_it_has(tmp_p
     corpus = find_corpus(f"{tmp_path}/d.jsonl", "turns", conversations=True)
     with pytest.raises(UserError, match="line 1: no conversation in the columns instruction, output"):
         list(corpus.documents(corpus.files[0]))
-
-
-def converted(folder: Path, columns: dict) -> list:
-    """Return the conversations of a .parquet with these columns."""
-    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
-    return documents(folder / "a.parquet")
-
-
-def test_multiple_choice_and_calculations(tmp_path):
-    first, _ = converted(tmp_path, MMLU)
-    question = "Multiple Choice question: 1 + 1?\n- 1=A\n- 2=B\n- 3=C\n- 4=D\n\n"
-    question += "Respond only with the letter of the correct answer."
-    assert first == [{"role": "user", "content": question}, {"role": "assistant", "content": "B"}]
-    first, *_ = converted(tmp_path, GSM8K)
-    parts = [(part["type"], part["text"]) for part in first[1]["content"]]
-    assert parts == [
-        ("text", "48/2 = "),
-        ("python", "48/2"),
-        ("python_output", "24"),
-        ("text", "24.\nSo "),
-        ("python", "48+24"),
-        ("python_output", "72"),
-        ("text", "72.\n#### 72"),
-    ]

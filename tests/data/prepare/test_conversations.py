@@ -1,10 +1,8 @@
 """Test that conversations are prepared like text, with the tokens of `render`."""
 
-import gzip
 import json
 import re
 import sysconfig
-from collections import Counter
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -21,7 +19,7 @@ from data.dataset_folder import hash_share
 from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
+from data.tokenizer import CHAT_TOKENS, convert_tiktoken, load_tokenizer
 from evaluation.texts import read_sources
 from tests.data import nanochat_conversations
 from tests.data.preparations import facts_of, tokens_of
@@ -37,15 +35,6 @@ def write_lines(path: Path, records: list) -> str:
     return str(path)
 
 
-def documents(folder: Path, part: str) -> Counter:
-    """Count the documents by their tokens."""
-    return Counter(tuple(tokens.tolist()) for tokens in tokens_of(folder, part))
-
-
-def rendered(tokenizer: TextTokenizer, some: list[dict]) -> Counter:
-    return Counter(tuple(render(tokenizer, messages_of(one))) for one in some)
-
-
 def test_documents_are_rendered_and_held_out_by_text(tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (9_000, 9_000))
     write_lines(tmp_path / "chat" / "a.jsonl", [*SOME[:150], SOME[1]])
@@ -57,28 +46,35 @@ def test_documents_are_rendered_and_held_out_by_text(tmp_path, monkeypatch):
     assert facts["made_from"]["conversations"] is True and sum(facts["skipped"].values()) == 1
     for part, is_val in (("train", False), ("val", True)):
         some = [one for one in SOME if (hash_share(document_of(one)) < 0.2) == is_val]
-        assert len(some) > 20 and documents(tmp_path / "out", part) == rendered(tokenizer, some)
+        made = [tokens.tolist() for tokens in tokens_of(tmp_path / "out", part)]
+        assert len(some) > 20 and sorted(made) == sorted(render(tokenizer, messages_of(one)) for one in some)
         assert facts[part]["bytes"] == sum(len(document_of(one).encode()) for one in some)
 
 
-def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
+def test_messages_have_a_column_of_any_name_and_times_beside_them(tmp_path):
     messages = [[{**message, "at": date(2026, 1, 1)} for message in one["messages"]] for one in PLAIN]
-    table = pa.table({"id": [*range(len(messages))], "messages": messages})
-    messages = [one["messages"] for one in PLAIN]
-    write_lines(tmp_path / "a.jsonl", PLAIN)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
-    pq.write_table(pa.table({"messages": [*map(json.dumps, messages)]}), tmp_path / "e.parquet")
-    write_lines(tmp_path / "f.jsonl", [{"turns": one} for one in messages])
-    for path in sorted(tmp_path.iterdir()):
-        corpus = find_corpus(str(path), "turns" * (path.name == "f.jsonl"), conversations=True)
-        texts = [document.text for document in corpus.documents(corpus.files[0])]
-        assert texts == [document_of(one) for one in PLAIN], path.name
+    pq.write_table(pa.table({"turns": messages}), tmp_path / "a.parquet", row_group_size=7)
+    write_lines(tmp_path / "b.jsonl", [{"turns": one["messages"]} for one in PLAIN])
+    corpus = find_corpus(str(tmp_path), "turns", conversations=True)
+    for file in corpus.files:
+        assert [document.text for document in corpus.documents(file)] == [document_of(one) for one in PLAIN], file.name
 
 
 BAD = {
     "no list of messages": {"messages": {"text": "x"}},
+    "no message of a user": [],
     "no message of an assistant": [U],
+    "the conversation begins with the message of assistant; roles alternate from the user's": [A, A],
+    "the conversation has, after the assistant's, another message of assistant; roles alternate from the user's": [
+        U,
+        A,
+        A,
+    ],
+    "message 2 (assistant) has no text as its content": [U, {"role": "assistant", "content": None}],
+    "message 1 (user) has a part of the type 'python', which is no text": [
+        *({"role": "user", "content": [{"type": "python", "text": "x"}]}, A),
+    ],
+    "message 1 (user) has a part of the type None, which is no text": [{"role": "user", "content": [7]}, A],
     "message 3 has the role 'critic', not developer, function, system, user, assistant, tool": [
         *(U, A, {"role": "critic", "content": "x"}),
     ],
@@ -105,14 +101,13 @@ BAD = {
 
 
 def test_a_bad_conversation_is_named_or_skipped_and_counted_by_kind(tmp_path):
+    source = write_lines(tmp_path / "all.jsonl", [*PLAIN, *BAD.values()])
     for number, (problem, bad) in enumerate(BAD.items()):
-        source = write_lines(tmp_path / f"{number}.jsonl", [*PLAIN, bad])
+        corpus = find_corpus(write_lines(tmp_path / f"{number}.jsonl", [*PLAIN, bad]), conversations=True)
         with pytest.raises(UserError) as error:
-            settings = Preparation(source=source, vocab_size=270, val_fraction=0.2, conversations=True)
-            prepare(settings, tmp_path / f"out{number}")
+            list(corpus.documents(corpus.files[0]))
         assert f"{number}.jsonl line {len(PLAIN) + 1}: {problem}; correct it" in str(error.value)
-    settings = replace(settings, source=write_lines(tmp_path / "all.jsonl", [*PLAIN, *BAD.values()]), on_error="skip")
-    prepare(settings, tmp_path / "out")
+    prepare(Preparation(source=source, vocab_size=270, conversations=True, on_error="skip"), tmp_path / "out")
     kinds = [re.sub(r"^message \d", "a message", problem) for problem in BAD]
     assert facts_of(tmp_path / "out")["skipped"] == dict.fromkeys(kinds, 1)
 

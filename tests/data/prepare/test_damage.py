@@ -2,7 +2,7 @@
 
 import errno
 import fcntl
-import io
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -18,10 +18,9 @@ from configs.files import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
 from data.dataset_folder import read_record
-from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import load_tokenizer
-from tests.data.preparations import write_files
+from tests.data.preparations import texts_of, write_files
 
 SIZE = 270
 
@@ -61,11 +60,6 @@ def write_table(path: Path, **columns: object) -> Path:
     return path
 
 
-def texts_of(path: Path) -> list[str]:
-    corpus = find_corpus(str(path), on_error="skip")
-    return [document.text for document in corpus.documents(corpus.files[0])]
-
-
 def test_a_column_without_text_is_refused_and_those_with_text_are_named(tmp_path):
     for column in (pa.array([["a"], ["b"]]), pa.array([1.5, None]), pa.array([{"a": "x"}] * 2), pa.nulls(2)):
         for other, advice in (({}, "nor another"), ({"body": pa.array(["a", "b"])}, ".* names another: body$")):
@@ -77,25 +71,15 @@ def test_a_column_without_text_is_refused_and_those_with_text_are_named(tmp_path
 def test_every_kind_of_text_column_is_read(tmp_path):
     values = pa.array(["one", "naïve", "one", None])
     for column in (values, values.dictionary_encode(), *map(values.cast, (pa.binary(), pa.string_view()))):
-        assert texts_of(write_table(tmp_path / "x.parquet", text=column)) == ["one", "naïve", "one", ""]
-
-
-def table_bytes() -> bytes:
-    content = io.BytesIO()
-    texts = [f"a text of some length, number {i}" for i in range(200)]
-    pq.write_table(pa.table({"text": texts}), content, write_page_checksum=True, row_group_size=50, store_schema=False)
-    return content.getvalue()
-
-
-TABLE = table_bytes()
+        assert texts_of(write_table(tmp_path / "x.parquet", text=column)) == ["one", "naïve", "one"]
 
 
 def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "x.parquet").write_bytes(TABLE)
+    path = write_table(tmp_path / "x.parquet", text=["words"] * 200)
     batches = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda table, *a, **k: list(batches(table, *a, **k))[:-1])
-    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, but its metadata has 50"):
-        texts_of(tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, but its metadata has 200"):
+        texts_of(path)
 
 
 # Dataset folders.
@@ -205,12 +189,7 @@ def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
 
 
 def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path):
-    for name, value in (
-        ("vocab_size", 257),
-        ("sample_bytes", 0),
-        ("shard_tokens", 2**31),
-        ("val_fraction", float("nan")),
-    ):
+    for name, value in {"vocab_size": 257, "sample_bytes": 0, "shard_tokens": 2**31, "val_fraction": math.nan}.items():
         with pytest.raises(UserError, match=f"--{name}={value} cannot work: "):
             prepare(replace(preparation(prepared), **{name: value}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

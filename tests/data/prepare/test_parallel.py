@@ -1,8 +1,13 @@
 """Test that many workers write what one writes, also if they or the command are killed."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +17,9 @@ import pytest
 import data.prepare.parts
 from configs.schema import UserError
 from data.prepare.listing import find_corpus
-from data.prepare.parts import Recipe, make_tasks
 from data.prepare.preparation import Preparation, cores, prepare
 from data.prepare.selection import train_tokenizer
-from tests.data.preparations import digests, facts_of, prepare_under_fire, tokens_of
+from tests.data.preparations import ROOT, digests, facts_of, tokens_of
 
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]
 
@@ -66,34 +70,42 @@ def test_the_processors_are_those_of_the_system_or_the_container_s_quota(monkeyp
     assert cores() >= 1
 
 
-def test_kills_of_the_command_change_nothing(source, serial, tmp_path):
-    corpus = find_corpus(source.source)
-    recipe = Recipe(tmp_path, tmp_path, "", 0.1, 9000, deduplicate=False)
-    assert len(make_tasks(recipe, corpus, corpus.files)) > 8
-    kills, log = prepare_under_fire(source, tmp_path / "out", 9_000, 3, random.Random(0))
-    assert kills == 3, log
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import data.prepare.parts
+import data.prepare.shard_layout as module
+from data.prepare.preparation import Preparation, prepare
+
+write, calls = module.write_record, iter(range(99))
+module.write_record = lambda *given: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 3 else write(*given)
+data.prepare.parts.TASK_BYTES = 9_000, 9_000
+prepare(Preparation(**eval(sys.argv[1])), Path(sys.argv[2]), workers=2)
+"""
+
+
+def test_a_kill_of_the_command_changes_nothing(source, serial, tmp_path):
+    """Kill it when the fourth task's shards are in the folder and not yet in the record, while its workers encode."""
+    words = [sys.executable, "-c", KILLED, repr(vars(source)), str(tmp_path / "out")]
+    assert subprocess.run(words, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert 3 <= len(facts_of(tmp_path / "out")["shards"]) < len(facts_of(serial)["shards"]) - 3
+    prepare(source, tmp_path / "out", workers=1)
     assert digests(tmp_path / "out") == digests(serial)
 
 
-def test_a_killed_worker_ends_the_command_which_continues_with_the_same_bytes(source, serial, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="fewer --workers"):
-        patch.setattr("data.prepare.shard_layout._start_worker", os_exit)
+def test_a_killed_worker_ends_the_command(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.prepare.shard_layout._start_worker", partial(os._exit, 1))
+    with pytest.raises(UserError, match="fewer --workers"):
         prepare(source, tmp_path / "out", workers=2)
-    prepare(source, tmp_path / "out", workers=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_source_s_first_failure_is_reported_and_skipping_it_continues(source, serial, tmp_path, workers):
+    with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
+        prepare(replace(source, on_error="stop"), tmp_path / "out", workers=workers)
+    assert facts_of(tmp_path / "out")["shards"]
+    prepare(source, tmp_path / "out", workers=1)
     assert digests(tmp_path / "out") == digests(serial)
-
-
-def os_exit() -> None:
-    """End a worker as a kill would."""
-    import os
-
-    os._exit(1)
-
-
-def test_the_source_s_first_failure_is_reported_by_any_number_of_workers(source, tmp_path):
-    for workers in (1, 2):
-        with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
-            prepare(replace(source, on_error="stop"), tmp_path / str(workers), workers=workers)
 
 
 def test_duplicates_are_left_out_and_counted_by_any_number_of_workers(source, serial, tmp_path):

@@ -1,27 +1,22 @@
 import json
 import re
-import sys
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import data.prepare.parts
 import data.prepare.preparation as module
 import data.prepare.selection as selection
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
-from data.prepare.__main__ import main
-from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import load_tokenizer
-from hosts.runtime import run_command
-from tests.data.preparations import digests, facts_of, jsonl, read_shard, tokens_of, write_files
+from tests.data.preparations import digests, facts_of, jsonl, read_shard, texts_of, tokens_of, write_files
 
 SIZE = 300
 LINES = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
@@ -34,11 +29,6 @@ def settings(tmp_path: Path) -> Preparation:
     return Preparation(
         source=write_files(tmp_path / "text", files), vocab_size=SIZE, val_fraction=0.3, shard_tokens=500
     )
-
-
-def texts_of(settings: Preparation) -> list[str]:
-    corpus = find_corpus(settings.source, on_error="skip")
-    return [document.text for file in corpus.files for document in corpus.documents(file) if document.text]
 
 
 def documents(folder: Path, part: str) -> list[str]:
@@ -55,7 +45,7 @@ def every_document(folder: Path) -> Counter:
 def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, tmp_path):
     prepare(settings, tmp_path / "out")
     facts, parts = facts_of(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
-    assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings))
+    assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings.source))
     assert len(facts["shards"]) > 5 and facts["complete"]
     for part, texts in parts.items():
         assert len(texts) > 5
@@ -98,13 +88,6 @@ def test_the_tokenizer_sees_no_held_out_text_and_a_sample_of_every_file(settings
     assert 0 < lines < 15 and len(seen) - lines > 10
 
 
-def test_a_given_tokenizer_is_used_unchanged(settings, tmp_path):
-    name = made_tokenizer(tmp_path) / "tokenizer.json"
-    prepare(replace(settings, tokenizer=str(name)), tmp_path / "out")
-    assert digests(tmp_path / "out" / "tokenizer") == digests(tmp_path / "tok")
-    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
-
-
 def test_a_tokenizer_of_another_language_is_called_one(tmp_path, capfd):
     texts = lambda first: {f"{i}.txt": "".join(chr(first + j * (j + i) % 90) for j in range(900)) for i in range(20)}
     korean, arabic = (write_files(tmp_path / name, texts(first)) for name, first in (("ko", 44032), ("ar", 1569)))
@@ -136,16 +119,6 @@ def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit
         assert digests(tmp_path / "out") == before
 
 
-def test_files_added_later_give_the_complete_dataset(settings, tmp_path):
-    prepare(settings, tmp_path / "out", max_files=3)
-    assert every_document(tmp_path / "out").total() == 3
-    prepare(settings, tmp_path / "out", max_files=12)
-    with pytest.raises(UserError, match="12 files already"):
-        prepare(settings, tmp_path / "out", max_files=3)
-    prepare(settings, tmp_path / "out")
-    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
-
-
 def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path, monkeypatch):
     trained = []
 
@@ -155,13 +128,10 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
         return train_tokenizer(texts, size)
 
     monkeypatch.setattr(selection, "train_tokenizer", slowly)
-    threads = [threading.Thread(target=prepare, args=(settings, tmp_path / "out")) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(prepare, [settings] * 3, [tmp_path / "out"] * 3))
     assert trained == [SIZE]
-    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
+    assert every_document(tmp_path / "out") == Counter(texts_of(settings.source))
 
 
 def test_a_too_large_vocabulary_names_a_valid_size_and_claims_no_folder(tmp_path):
@@ -175,23 +145,11 @@ def test_a_too_large_vocabulary_names_a_valid_size_and_claims_no_folder(tmp_path
     assert load_tokenizer(tmp_path / "out" / "tokenizer").vocab_size == int(size[1])
 
 
-def test_skipped_documents_are_reported_and_counted_even_at_the_end(settings, tmp_path, capfd):
-    for name in ("0first", "5middle", "zlast"):
-        Path(settings.source, f"{name}.txt").write_bytes(b"\xfa\xfb")
-    Path(settings.source, "zzlast.txt").write_text("")
-    Path(settings.source, "table.jsonl").write_text("no json\n")
-    prepare(replace(settings, on_error="skip"), tmp_path / "out")
-    assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
-    output = capfd.readouterr()
-    assert "left out, of 25 document(s): 3 not UTF-8 (12%), " in output.err and not output.out
-
-
 def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_change_nothing(settings, tmp_path):
     prepare(settings, tmp_path / "out")
     before = digests(tmp_path / "out")
     for change, says in (
         ({"vocab_size": 301}, "vocab_size: 300 -> 301"),
-        ({"source": "nowhere"}, "nowhere"),
         ({"tokenizer": "nowhere"}, "tokenizer:  -> nowhere"),
     ):
         with pytest.raises(UserError, match=says):
@@ -210,42 +168,6 @@ def test_other_options_or_text_and_a_folder_of_something_else_are_refused_and_ch
     assert digests(tmp_path / "out") == before
     with pytest.raises(UserError, match="is not empty and has no dataset"):
         prepare(settings, Path(settings.source))
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="cannot be written"):
-        prepare(settings, tmp_path / "file" / "out")
-
-
-def test_the_command_names_file_and_line_with_code_2_or_writes_one_line_of_json(settings, tmp_path, monkeypatch, capfd):
-    Path(settings.source, "table.jsonl").write_text('{"text": "fine"}\n{"text": "fi\n')
-    codes = []
-    for out, chosen in (("stopping", settings), ("skipping", replace(settings, on_error="skip"))):
-        options = [f"--{name}={value}" for name, value in vars(chosen).items() if value]
-        monkeypatch.setattr(sys, "argv", ["data.prepare", f"--out={tmp_path / out}", "--workers=1", *options])
-        with pytest.raises(SystemExit) as ended:
-            run_command(main)
-        codes.append(ended.value.code)
-    output = capfd.readouterr()
-    assert codes == [2, 0]
-    assert "error: " in output.err and "table.jsonl line 2: not JSON" in output.err and "1 not JSON" in output.err
-    assert json.loads(output.out)["train"] == facts_of(tmp_path / "skipping")["train"]
-
-
-def test_after_a_bad_document_the_rest_can_be_prepared(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (1500, 1500))
-    Path(settings.source, "table.jsonl").write_text("\n".join([*LINES, "no json", *LINES[:5]]))
-    stopping = replace(settings, tokenizer=str(made_tokenizer(tmp_path)))
-    with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
-        prepare(stopping, tmp_path / "out", workers=1)
-    assert len(facts_of(tmp_path / "out")["shards"]) > 3
-    for out in ("out", "whole"):
-        prepare(replace(stopping, on_error="skip"), tmp_path / out, workers=1)
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert facts_of(tmp_path / "out")["skipped"] == {"not JSON": 1}
-
-
-def made_tokenizer(folder: Path) -> Path:
-    train_tokenizer(["other text " * 50], 265).save(folder / "tok")
-    return folder / "tok"
 
 
 @pytest.fixture
@@ -270,14 +192,3 @@ def test_a_validation_split_is_held_out_and_keeps_the_texts_that_training_repeat
     log = capfd.readouterr().err
     assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 a duplicate" in log
     assert open_dataset(str(out), DataConfig(), 280, tmp_path).held_out == "files of their own"
-
-
-def test_a_test_split_is_refused_unless_it_is_the_only_text(splits, tmp_path):
-    Path(splits.source, "test-00000.jsonl").write_bytes(Path(splits.source, "validation-00000.jsonl").read_bytes())
-    with pytest.raises(
-        UserError, match=r"1 file\(s\) of a test split, test-00000\.jsonl the first: .*--exclude='test-\*\.jsonl'"
-    ):
-        prepare(splits, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    prepare(replace(splits, source=f"{splits.source}/test*"), tmp_path / "out")
-    assert facts_of(tmp_path / "out")["held_out_by"] == "text"

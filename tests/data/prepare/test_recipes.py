@@ -15,6 +15,7 @@ import pytest
 import data.prepare.__main__
 from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
+from tests.data.preparations import facts_of
 from tests.data.prepare.test_remote import Hub, ask, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
@@ -80,7 +81,7 @@ def test_every_dataset_has_a_recipe():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_runs(recipe, endpoint, tmp_path, monkeypatch):
+def test_every_recipe_runs(recipe, endpoint, tmp_path, monkeypatch, capfd):
     """Change only the output folder, and sizes that need more text."""
     ask(endpoint, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -88,6 +89,7 @@ def test_every_recipe_runs(recipe, endpoint, tmp_path, monkeypatch):
     words = re.sub("--out=[^ ]+", f"--out={tmp_path}/out", recipe)
     monkeypatch.setattr(sys, "argv", ["prepare", *shlex.split(words), "--vocab_size=280", "--val_fraction=0.2"])
     assert data.prepare.__main__.main() == 0
+    assert json.loads(capfd.readouterr().out)["train"] == facts_of(tmp_path / "out")["train"]
     dataset = open_dataset(f"{tmp_path}/out", DataConfig(), 280, tmp_path / "cache")
     texts = []
     for part in ("train", "val"):

@@ -131,6 +131,8 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endp
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
     assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
     assert len(Hub.asked) == 3  # no file twice
+    with pytest.raises(UserError, match="3 files already"):
+        prepare(source, tmp_path / "out", max_files=1)
 
 
 def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint, monkeypatch):
@@ -144,18 +146,13 @@ def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint
     assert revisions == ["v1.0", SHA] and "1 .md" in corpus.left_out + find_corpus("hf:owner/name").left_out
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("hf:owner/name:sample/99BT", "nothing found there"),
-        ("hf:owner/missing", "the hub refuses this dataset"),
-        ("hf:no name at all", "the hub refuses this dataset"),
-    ],
-)
-def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch, source, says):
+def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch):
     ask(endpoint, monkeypatch)
-    with pytest.raises(UserError, match=says):
-        find_corpus(source)
+    with pytest.raises(UserError, match="nothing found there"):
+        find_corpus("hf:owner/name:sample/99BT")
+    for source in ("hf:owner/missing", "hf:no name at all"):
+        with pytest.raises(UserError, match="the hub refuses this dataset"):
+            find_corpus(source)
 
 
 def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):

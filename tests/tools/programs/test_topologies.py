@@ -7,9 +7,7 @@ import pytest
 from bench.throughput import Sizes, sized
 from configs import plain
 from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
-from hosts.machines import name_of
 from model.gpt import parameter_counts
-from run.fitting import topology_of
 from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import Topology, devices_of, parse_topology
 from training.build import build
@@ -34,14 +32,6 @@ def test_topologies_are_read(text, topology, devices):
 def test_an_invalid_topology_is_refused_with_valid_ones(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
         parse_topology(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:4x4", "2x v5e:2x4", "v5p:2x2x4", "2x h200:8"])
-def test_devices_are_named_by_their_topology(topology):
-    """A step that does not fit prints the planning command for its devices."""
-    pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
-    assert name_of(topology_of(devices_of(topology))) == topology
 
 
 @pytest.mark.slow
