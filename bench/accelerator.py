@@ -53,6 +53,14 @@ def get_config():
     {line}
     return config
 """
+AUTOTUNING = "--xla_gpu_experimental_enable_fusion_autotuner=false --xla_gpu_per_fusion_autotune_cache_dir={folder}"
+AUTOTUNING += " --xla_gpu_experimental_autotune_cache_mode=AUTOTUNE_CACHE_MODE_"
+TUNED = {
+    "tuned": ("--deterministic=False", "UPDATE"),
+    "deterministic as tuned": ("--deterministic=True", "READ --xla_gpu_require_complete_aot_autotune_results=true"),
+}
+"""By the part's name, its option and the end of XLA's flags. Only the first times kernels, and keeps its choices. The
+second takes these, and fails if it does not find one."""
 COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")
 
 
@@ -74,7 +82,8 @@ class Arguments:
     """More options for every config, as typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
     reference: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
-    DEPTH, ROWS and MICRO_BATCHES in it are replaced. It runs after each depth's throughput. Empty: none."""
+    DEPTH, ROWS and MICRO_BATCHES in it are replaced, and FP8 by False. It runs after each depth's throughput, and from
+    depth 20 on again with True for FP8, if that is in it. Empty: none."""
 
 
 class Part(NamedTuple):
@@ -102,12 +111,22 @@ def parts_of(arguments: Arguments) -> list[Part]:
         command += [f"--model.depth={depth}", f"--rows={rows}"]
         return Part(name, [*command, *words, *options], 120, last_json)
 
+    def reference(depth: int, rows: int, fp8: bool = False) -> Part:
+        shell = arguments.reference
+        words = {"MICRO_BATCHES": arguments.micro_batches, "DEPTH": depth, "ROWS": rows, "FP8": fp8}
+        for word, value in words.items():
+            shell = shell.replace(word, str(value))
+        return Part(f"reference d{depth}" + ", fp8" * fp8, ["bash", "-c", shell], 150, last_json)
+
     def compared(depth: int, rows: int) -> list[Part]:
-        shell, sizes = arguments.reference, {"MICRO_BATCHES": arguments.micro_batches, "DEPTH": depth, "ROWS": rows}
-        for word, size in sizes.items():
-            shell = shell.replace(word, str(size))
         full = throughput(f"full d{depth}", FULL, step, depth=depth, rows=rows)
-        return [full, Part(f"reference d{depth}", ["bash", "-c", shell], 150, last_json)]
+        fp8 = [reference(depth, rows, True)] if depth >= 20 and "FP8" in arguments.reference else []
+        return [full, reference(depth, rows), *fp8]
+
+    def tuned(name: str, option: str, mode: str) -> Part:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {AUTOTUNING.format(folder=out.absolute() / 'autotuning')}{mode}"
+        part = throughput(f"full d{depth}, {name}", FULL, step, option)
+        return part._replace(command=["env", f"XLA_FLAGS={flags.strip()}", *part.command])
 
     def switched(name: str, line: str) -> Part:
         path = out / f"{name.replace(' ', '_')}.py"
@@ -123,6 +142,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
     chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={FULL}", f"--options={short}"]
     return [
         *(part for sizes in zip(arguments.depths, arguments.rows) for part in compared(*sizes)),
+        *(tuned(name, *ends) for name, ends in TUNED.items()),
         *(switched(*switch) for switch in SWITCHES.items()),
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
         *(throughput(f"plain d{d}", PLAIN, step, depth=d, rows=n) for d, n in zip(arguments.depths, arguments.rows)),
@@ -163,7 +183,9 @@ def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
             return facts | {"result": part.read(output)}
     except (ValueError, LookupError, OSError, TypeError, ZeroDivisionError) as error:
         reason = f"its output cannot be read: {error}"
-    return facts | {"failed": reason, "last_lines": log.read_text().splitlines()[-LAST_LINES:]}
+    lines = log.read_text().splitlines()
+    reason = ": ".join([reason, *[line for line in lines if "Error: " in line][-1:]])
+    return facts | {"failed": reason, "last_lines": lines[-LAST_LINES:]}
 
 
 def summary_of(record: dict[str, Any], names: list[str]) -> str:
@@ -187,10 +209,12 @@ def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
     pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
-    pairs += [(name, f"reference {name.split()[1]}") for name in rate if name.startswith("full ") and "," not in name]
+    references = [name for name in rate if name.startswith("reference ")]
+    pairs += [(name.split(",")[0].replace("reference", "full"), name) for name in references]
     for name, other in pairs:
         if name in rate and other in rate:
-            yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
+            attention = f" ({results[other]['attention']})" if "attention" in results[other] else ""
+            yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}{attention}"
             loss, expected = (results[part].get("loss", 0.0) for part in (name, other))
             if name.startswith(f"{other},") and abs(loss - expected) > 0.01 * expected:
                 yield f"{name}: its loss is {loss}, {other}'s {expected}; rounding alone differs less"
@@ -205,7 +229,7 @@ def main() -> int:
     deadline, out = time.monotonic() + 60 * arguments.minutes, Path(arguments.out)
     if len(arguments.depths) != len(arguments.rows) or not arguments.rows:
         raise UserError(f"--rows={arguments.rows}: give as many as --depths={arguments.depths}")
-    out.mkdir(parents=True, exist_ok=True)
+    (out / "autotuning").mkdir(parents=True, exist_ok=True)
     parts = parts_of(arguments)
     names = [part.name for part in parts]
     path = out / "accelerator.json"
