@@ -147,8 +147,6 @@ def parts_of(arguments: Arguments) -> list[Part]:
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
         *(throughput(f"plain d{d}", PLAIN, step, depth=d, rows=n) for d, n in zip(arguments.depths, arguments.rows)),
         Part("train.py", train, 200, lambda _: of_run(run_dir)),
-        *(throughput(f"plain d{depth}, {n} rows", PLAIN, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
-        throughput(f"plain d{depth}, windows", PLAIN, step, "--model.window_pattern=SSSL"),
     ]
 
 

@@ -46,11 +46,8 @@ class Arguments:
     out: FilePath = "runs/nanochat"
     """A new folder for metrics.jsonl: a line for each evaluated step."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of torch. Our part, which reads the text, is always on the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """nanochat's compute type. `auto`: bfloat16 on a GPU, float32 on a CPU."""
-    compile: bool = True
-    """Compile the network and the optimizer's steps, as nanochat does."""
+    """Device of torch: nanochat computes in bfloat16 on a GPU, in float32 on a CPU. Our part, which reads the text, is
+    always on the CPU."""
     fp8: bool = False
     """Multiply in fp8 on a GPU, as nanochat's `--fp8` does; evaluation, too."""
     rate_factor: Positive[float] = 1.0
@@ -199,13 +196,13 @@ class Trainer:
             if not torch.cuda.is_available():
                 raise UserError("--device=cuda: torch finds no GPU here; use --device=cpu")
             torch.set_float32_matmul_precision("high")  # as nanochat does
-        dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if self.device == "cuda" else "float32"
-        new = partial(new_network, length=config.batch.sequence_length, dtype=dtype, compiled=arguments.compile)
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        new = partial(new_network, length=config.batch.sequence_length, dtype=dtype, compiled=True)
         torch.manual_seed(config.seed)
         self.network = new(config.model).to(self.device)
         with torch.device("meta"):
             reference = new(network_of_depth(config.model, REFERENCE_DEPTH))
-        if self.device == "cuda" and dtype == "bfloat16":
+        if self.device == "cuda":
             self.attention, function = fastest_attention()
             use_attention(function)
         LOGGER.info("nanochat attends with %s", self.attention)
