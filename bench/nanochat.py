@@ -139,9 +139,12 @@ def new_network(model: ModelConfig, length: int, dtype: str = "float32", compile
 def fastest_attention() -> tuple[str, Callable | None]:
     """Return the name of the fastest attention installed for a GPU, and its function. None: nanochat's own choice,
     which is FlashAttention 3 if it can be downloaded, and else torch's attention."""
+    import torch
+
     with suppress(ImportError):
         newest = importlib.import_module("flash_attn.cute.interface").flash_attn_func  # of flash-attn-4
 
+        @torch.compiler.disable  # its kernels are compiled by other means
         def without_bounds(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[int, int]) -> Any:
             left, right = (None if size < 0 else size for size in window_size)
             return newest(q, k, v, causal=causal, window_size=(left, right))[0]
@@ -162,7 +165,6 @@ def use_attention(function: Callable | None) -> None:
     nanochat: Any = importlib.import_module("nanochat.flash_attention")
     kernels = torch.backends.cuda
     if function is not None:
-        function = torch.compiler.disable(function)  # its kernels are compiled by other means
         nanochat.USE_FA3, nanochat._fa3 = True, SimpleNamespace(flash_attn_func=function)
     kernels.enable_cudnn_sdp(True)
     for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
