@@ -27,8 +27,6 @@ from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, versions
 from hosts.stop import limited_to
 from model.gpt import parameter_counts
-from model.kernels import lacks_deterministic_attention
-from model.parallel import compute_capability
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "reinforcement", "run", "training")
@@ -68,22 +66,19 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def problems_here(config: Config) -> list[str]:
-    """Return the problems of this host with the run's folder and with its GPUs. Every process must call it."""
-    lacks = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
-    problems = [lacks] * bool(lacks)
+    """Return the problems of this host with the run's folder. Every process must call it."""
     shared = config.run_dir
     if in_bucket(shared):
-        return problems + on_first_process(lambda: with_retries(shared, lambda: refusals(epath.Path(shared))))
+        return on_first_process(lambda: with_retries(shared, lambda: refusals(epath.Path(shared))))
     folder, until = Path(shared).absolute(), time.monotonic() + VISIBLE_SECONDS
     made = on_first_process(folder.is_dir)
     while made and not folder.is_dir():
         if time.monotonic() > until:
-            return [*problems, f"does not see {shared} of process 0: all hosts must share it"]
+            return [f"does not see {shared} of process 0: all hosts must share it"]
         time.sleep(1)
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        problems.append(f"cannot write to {there}")
-    return problems
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    return [] if writable else [f"cannot write to {there}"]
 
 
 def require_room(config: Config) -> None:
