@@ -10,11 +10,10 @@ import os
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from configs.command_line import parse_arguments
 from configs.files import write_whole
 from configs.schema import FilePath, Positive, UserError
 from hosts.runtime import run_command
-from run.record import Events, read_metrics
 
 LAST_LINES = 15
 DEVICE = (
@@ -53,6 +51,14 @@ def get_config():
     {line}
     return config
 """
+AUTOTUNING = "--xla_gpu_experimental_enable_fusion_autotuner=false --xla_gpu_per_fusion_autotune_cache_dir={folder}"
+AUTOTUNING += " --xla_gpu_experimental_autotune_cache_mode=AUTOTUNE_CACHE_MODE_"
+TUNED = {
+    "tuned": ("--deterministic=False", "UPDATE"),
+    "deterministic as tuned": ("--deterministic=True", "READ --xla_gpu_require_complete_aot_autotune_results=true"),
+}
+"""By the part's name, its option and the end of XLA's flags. Only the first times kernels, and keeps its choices. The
+second takes these, and fails if it does not find one."""
 COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")
 
 
@@ -74,22 +80,17 @@ class Arguments:
     """More options for every config, as typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
     reference: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
-    DEPTH, ROWS and MICRO_BATCHES in it are replaced. It runs after each depth's throughput. Empty: none."""
+    DEPTH, ROWS and MICRO_BATCHES in it are replaced, and FP8 by False. It runs after each depth's throughput, and from
+    depth 20 on again with True for FP8, if that is in it. Empty: none."""
 
 
 class Part(NamedTuple):
-    """One measurement."""
+    """One measurement. The last line of the command's output is its result, in JSON."""
 
     name: str
     command: list[str]
     limit: int
     """Time limit in seconds. The part starts only if as much is left."""
-    read: Callable[[str], dict[str, Any]]
-    """Reads the result from the command's output."""
-
-
-def last_json(output: str) -> dict[str, Any]:
-    return json.loads(output.strip().splitlines()[-1])
 
 
 def parts_of(arguments: Arguments) -> list[Part]:
@@ -100,46 +101,40 @@ def parts_of(arguments: Arguments) -> list[Part]:
     def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
         command = [sys.executable, "-m", "bench.throughput", f"--config={config}"]
         command += [f"--model.depth={depth}", f"--rows={rows}"]
-        return Part(name, [*command, *words, *options], 120, last_json)
+        return Part(name, [*command, *words, *options], 120)
+
+    def reference(depth: int, rows: int, fp8: bool = False) -> Part:
+        shell = arguments.reference
+        words = {"MICRO_BATCHES": arguments.micro_batches, "DEPTH": depth, "ROWS": rows, "FP8": fp8}
+        for word, value in words.items():
+            shell = shell.replace(word, str(value))
+        return Part(f"reference d{depth}" + ", fp8" * fp8, ["bash", "-c", shell], 150)
 
     def compared(depth: int, rows: int) -> list[Part]:
-        shell, sizes = arguments.reference, {"MICRO_BATCHES": arguments.micro_batches, "DEPTH": depth, "ROWS": rows}
-        for word, size in sizes.items():
-            shell = shell.replace(word, str(size))
         full = throughput(f"full d{depth}", FULL, step, depth=depth, rows=rows)
-        return [full, Part(f"reference d{depth}", ["bash", "-c", shell], 150, last_json)]
+        fp8 = [reference(depth, rows, True)] if depth >= 20 and "FP8" in arguments.reference else []
+        return [full, reference(depth, rows), *fp8]
+
+    def tuned(name: str, option: str, mode: str) -> Part:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {AUTOTUNING.format(folder=out.absolute() / 'autotuning')}{mode}"
+        part = throughput(f"full d{depth}, {name}", FULL, step, option)
+        return part._replace(command=["env", f"XLA_FLAGS={flags.strip()}", *part.command])
 
     def switched(name: str, line: str) -> Part:
         path = out / f"{name.replace(' ', '_')}.py"
         path.write_text(CONFIG.format(line=line))
         return throughput(f"full d{depth}, {name}", str(path), step)
 
-    run_dir = out / "run"
-    train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
-    train = [*train.split(), f"--run_dir={run_dir}", f"--batch.rows_per_device={rows}", *options]
-    train = [sys.executable, "train.py", f"--config={PLAIN}", f"--model.depth={depth}", *train]
     short = "--steps=60 --model.depth=4 --checkpoint.every_steps=10 --checkpoint.keep_every=20 --eval.every_steps=30"
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
     chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={FULL}", f"--options={short}"]
     return [
         *(part for sizes in zip(arguments.depths, arguments.rows) for part in compared(*sizes)),
+        *(tuned(name, *ends) for name, ends in TUNED.items()),
         *(switched(*switch) for switch in SWITCHES.items()),
-        Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
+        Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240),
         *(throughput(f"plain d{d}", PLAIN, step, depth=d, rows=n) for d, n in zip(arguments.depths, arguments.rows)),
-        Part("train.py", train, 200, lambda _: of_run(run_dir)),
-        *(throughput(f"plain d{depth}, {n} rows", PLAIN, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
-        throughput(f"plain d{depth}, windows", PLAIN, step, "--model.window_pattern=SSSL"),
     ]
-
-
-def of_run(run_dir: Path) -> dict[str, Any]:
-    """Return the rate of a run's logged steps, after the first, and the seconds that a save delays the run."""
-    rates = [line["tokens_per_second"] for line in read_metrics(run_dir) if "tokens_per_second" in line][1:]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    saves = sum(event["event"] == "saved" for event in Events(run_dir).read())
-    seconds = summary["seconds_by_activity"]
-    result = {"tokens_per_second": statistics.median(rates), "seconds_of_a_save": seconds["saves"] / saves}
-    return result | {"seconds_by_activity": seconds, "loss": summary["loss"]}
 
 
 def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
@@ -160,10 +155,12 @@ def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
     facts = {"command": shlex.join(part.command), "seconds": round(time.monotonic() - begin, 1)}
     try:
         if not reason:
-            return facts | {"result": part.read(output)}
-    except (ValueError, LookupError, OSError, TypeError, ZeroDivisionError) as error:
+            return facts | {"result": json.loads(output.strip().splitlines()[-1])}
+    except (ValueError, LookupError) as error:
         reason = f"its output cannot be read: {error}"
-    return facts | {"failed": reason, "last_lines": log.read_text().splitlines()[-LAST_LINES:]}
+    lines = log.read_text().splitlines()
+    reason = ": ".join([reason, *[line for line in lines if "Error: " in line][-1:]])
+    return facts | {"failed": reason, "last_lines": lines[-LAST_LINES:]}
 
 
 def summary_of(record: dict[str, Any], names: list[str]) -> str:
@@ -184,18 +181,17 @@ def summary_of(record: dict[str, Any], names: list[str]) -> str:
 def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the ratio of each part's throughput to its reference's, and other figures."""
     rate = {name: result["tokens_per_second"] for name, result in results.items() if "tokens_per_second" in result}
-    plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
-    pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
-    pairs += [(name, f"reference {name.split()[1]}") for name in rate if name.startswith("full ") and "," not in name]
+    pairs += [(name, name.split(",")[0]) for name in rate if "," in name]
+    references = [name for name in rate if name.startswith("reference ")]
+    pairs += [(name.split(",")[0].replace("reference", "full"), name) for name in references]
     for name, other in pairs:
         if name in rate and other in rate:
-            yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
+            attention = f" ({results[other]['attention']})" if "attention" in results[other] else ""
+            yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}{attention}"
             loss, expected = (results[part].get("loss", 0.0) for part in (name, other))
             if name.startswith(f"{other},") and abs(loss - expected) > 0.01 * expected:
                 yield f"{name}: its loss is {loss}, {other}'s {expected}; rounding alone differs less"
-    if "train.py" in rate:
-        yield f"a save delays train.py by {results['train.py']['seconds_of_a_save']:.2f} s"
     if killed := results["kill and resume"]:
         yield f"runs killed {killed['faults']} times ended with the parameters of one that was not, to the bit"
 
@@ -205,12 +201,12 @@ def main() -> int:
     deadline, out = time.monotonic() + 60 * arguments.minutes, Path(arguments.out)
     if len(arguments.depths) != len(arguments.rows) or not arguments.rows:
         raise UserError(f"--rows={arguments.rows}: give as many as --depths={arguments.depths}")
-    out.mkdir(parents=True, exist_ok=True)
+    (out / "autotuning").mkdir(parents=True, exist_ok=True)
     parts = parts_of(arguments)
     names = [part.name for part in parts]
     path = out / "accelerator.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
-    here = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120, last_json), out / "device.log", 120)
+    here = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120), out / "device.log", 120)
     if "failed" in here:
         raise UserError("JAX finds no device here:\n" + "\n".join(here["last_lines"]))
     device = here["result"]
@@ -229,8 +225,8 @@ def main() -> int:
     for part in todo:
         if time.monotonic() + part.limit > deadline:
             continue
-        for folder in ("run", "chaos") if part.name in ("train.py", "kill and resume") else ():
-            shutil.rmtree(out / folder, ignore_errors=True)  # from a failed attempt
+        if part.name == "kill and resume":
+            shutil.rmtree(out / "chaos", ignore_errors=True)  # from a failed attempt
         print(f"{part.name} ...", flush=True)
         record["parts"][part.name] = carry_out(part, out / f"{part.name}.log", part.limit)
         record["no_time_for"].remove(part.name)

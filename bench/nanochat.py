@@ -5,18 +5,22 @@ NANOCHAT_DIR=CHECKOUT python -m bench.nanochat --config=configs/small.py --devic
 Text, rows, their order, micro-batches, steps, evaluated steps and held-out rows are those of `train.py` with the same
 options, on one device. Depth, width, heads, vocabulary and windows are the config's. Everything else of the network and
 of the optimizer is nanochat's, so other options of `model` and `optimizer` have no effect. Rates, decay and schedules
-follow its scripts/base_train.py at its default arguments.
+follow its scripts/base_train.py at its default arguments. The last line of the output has tokens_per_second, and the
+attention that ran.
 """
 
+import importlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,11 +45,10 @@ class Arguments:
     out: FilePath = "runs/nanochat"
     """A new folder for metrics.jsonl: a line for each evaluated step."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of torch. Our part, which reads the text, is always on the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """nanochat's compute type. `auto`: bfloat16 on a GPU, float32 on a CPU."""
-    compile: bool = True
-    """Compile the network and the optimizer's steps, as nanochat does."""
+    """Device of torch: nanochat computes in bfloat16 on a GPU, in float32 on a CPU. Our part, which reads the text, is
+    always on the CPU."""
+    fp8: bool = False
+    """Multiply in fp8 on a GPU, as nanochat's `--fp8` does; evaluation, too."""
     rate_factor: Positive[float] = 1.0
     """Factor of all rates. nanochat multiplies them by the root of a step's tokens / 2^19. That is 0.088 for 4,096, and
     11.3 undoes it."""
@@ -132,13 +135,52 @@ def new_network(model: ModelConfig, length: int, dtype: str = "float32", compile
     return network
 
 
-def attention_of(device: str) -> str:
-    """Return what nanochat attends with. It falls back in silence, to a mask of length x length for its windows."""
-    from nanochat.flash_attention import USE_FA3  # pyright: ignore[reportMissingImports]
+def fastest_attention() -> tuple[str, Callable | None]:
+    """Return the name of the fastest attention installed for a GPU, and its function. None: nanochat's own choice,
+    which is FlashAttention 3 if it can be downloaded, and else torch's attention."""
+    import torch
 
-    if USE_FA3:
-        return "FlashAttention 3"
-    return "torch's scaled_dot_product_attention" + ", SLOWER than FlashAttention 3" * (device == "cuda")
+    with suppress(ImportError):
+        newest = importlib.import_module("flash_attn.cute.interface").flash_attn_func  # of flash-attn-4
+
+        @torch.compiler.disable  # its kernels are compiled by other means
+        def without_bounds(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[int, int]) -> Any:
+            left, right = (None if size < 0 else size for size in window_size)
+            return newest(q, k, v, causal=causal, window_size=(left, right))[0]
+
+        return "FlashAttention 4", without_bounds
+    with suppress(ImportError):
+        return "FlashAttention 3", importlib.import_module("flash_attn_interface").flash_attn_func
+    if importlib.import_module("nanochat.flash_attention").USE_FA3:
+        return "FlashAttention 3, downloaded", None
+    return "cuDNN's by torch, a lower bound: it computes what windows hide", None
+
+
+def use_attention(function: Callable | None) -> None:
+    """Let nanochat call `function` on a GPU. Of torch's kernels leave cuDNN's alone, so that torch fails where it would
+    take a slower one in silence."""
+    import torch
+
+    nanochat: Any = importlib.import_module("nanochat.flash_attention")
+    kernels = torch.backends.cuda
+    if function is not None:
+        nanochat.USE_FA3, nanochat._fa3 = True, SimpleNamespace(flash_attn_func=function)
+    kernels.enable_cudnn_sdp(True)
+    for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
+        enable(False)
+
+
+def multiply_in_fp8(network: Any) -> None:
+    """Replace the layers that nanochat's `--fp8` replaces."""
+    from nanochat.fp8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    from torch.nn import Linear
+
+    def fits(layer: Any, _: str) -> bool:
+        sizes = (layer.in_features, layer.out_features) if isinstance(layer, Linear) else (0,)
+        return all(size >= 128 and size % 16 == 0 for size in sizes)
+
+    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(network, config=recipe, module_filter_fn=fits)
 
 
 class Trainer:
@@ -148,18 +190,25 @@ class Trainer:
         """Raise UserError if NANOCHAT_DIR names no checkout, or if torch has no such device."""
         import torch
 
-        self.device = arguments.device
+        self.device, self.attention = arguments.device, "torch's scaled_dot_product_attention"
+        if arguments.fp8 and self.device == "cpu":
+            raise UserError("--fp8 needs a GPU: give --device=cuda")
         if self.device == "cuda":
             if not torch.cuda.is_available():
                 raise UserError("--device=cuda: torch finds no GPU here; use --device=cpu")
             torch.set_float32_matmul_precision("high")  # as nanochat does
-        dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if self.device == "cuda" else "float32"
-        new = partial(new_network, length=config.batch.sequence_length, dtype=dtype, compiled=arguments.compile)
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        new = partial(new_network, length=config.batch.sequence_length, dtype=dtype, compiled=True)
         torch.manual_seed(config.seed)
         self.network = new(config.model).to(self.device)
         with torch.device("meta"):
             reference = new(network_of_depth(config.model, REFERENCE_DEPTH))
-        LOGGER.info("nanochat attends with %s", attention_of(self.device))
+        if self.device == "cuda":
+            self.attention, function = fastest_attention()
+            use_attention(function)
+        LOGGER.info("nanochat attends with %s", self.attention)
+        if arguments.fp8:
+            multiply_in_fp8(self.network)
         size = lambda net: sum(net.num_scaling_params()[part] for part in ("transformer_matrices", "lm_head"))
         options = scaled(size(self.network), size(reference), config.batch.tokens_per_step)
         options |= {name: rate * arguments.rate_factor for name, rate in options.items() if name.endswith("_lr")}
@@ -195,7 +244,7 @@ class Trainer:
         device = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         parameters = sum(parameter.numel() for parameter in self.network.parameters())
         facts = {"device": device, "torch": torch.__version__, "dtype": str(COMPUTE_DTYPE).removeprefix("torch.")}
-        return facts | {"attention": attention_of(self.device), "parameters": parameters}
+        return facts | {"attention": self.attention, "parameters": parameters}
 
     def wait(self) -> None:
         """Return when the device has done everything."""
@@ -232,7 +281,7 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
                 LOGGER.info("step {step}: {val_bpb:.4f} bits per byte, {seconds:.1f} s of training".format(**line))
         if step < config.steps:
             trainer.step(step, batch)
-    return line | trainer.facts()
+    return line | {"tokens_per_second": int(line["tokens"] / clock.seconds)} | trainer.facts()
 
 
 def main() -> int:

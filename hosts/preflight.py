@@ -25,8 +25,6 @@ from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, code_digest, versions
 from hosts.stop import limited_to
 from model.gpt import parameter_counts
-from model.kernels import lacks_deterministic_attention
-from model.parallel import compute_capability
 
 ANSWER_SECONDS = 2 * RETRY_SECONDS  # for the answers of all hosts, one of which may try a store again
 SUM_SECONDS = 180  # for the sum, with the connection of all devices
@@ -55,19 +53,15 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def problems_here(config: Config) -> list[str]:
-    """Return the problems of this host with its GPUs and with the run's folder, which process 0 has made. Every process
-    must call it."""
-    lacks = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
-    problems = [lacks] * bool(lacks)
+    """Return the problems of this host with the run's folder, which process 0 has made. Every process must call it."""
     if in_bucket(config.run_dir):
-        return problems + on_first_process(lambda: with_retries(config.run_dir, lambda: refusals(config.run_dir)))
+        return on_first_process(lambda: with_retries(config.run_dir, lambda: refusals(config.run_dir)))
     folder, until = Path(config.run_dir), time.monotonic() + VISIBLE_SECONDS
     while not folder.exists():
         if time.monotonic() > until:
-            return [*problems, f"does not see {folder} of process 0: all hosts must share it"]
+            return [f"does not see {folder} of process 0: all hosts must share it"]
         time.sleep(1)
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    return problems if writable else [*problems, f"cannot write to {folder}"]
+    return [] if folder.is_dir() and os.access(folder, os.W_OK) else [f"cannot write to {folder}"]
 
 
 def refusals(bucket: str) -> list[str]:

@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.schema import Config, ModelConfig
+from configs.schema import ModelConfig
 from model.layers import SAVED
 from model.parallel import varying_as
 
@@ -23,7 +23,6 @@ scores it keeps."""
 LANES = 128  # lanes of a TPU's vector unit: splash attention's blocks are multiples
 BLOCK = 512  # the most positions in one of its blocks of queries or keys
 SHORTEST_FOR_CUDNN = 64  # positions; for fewer, a cache's prefill and scoring gain nothing
-MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
 HAS_PALLAS = jax.__version_info__ >= (0, 12)  # its GPU kernels as model/hopper.py and model/fused.py write them
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
@@ -59,21 +58,6 @@ def norm_kernel(platform: str, width: int) -> Literal["gpu", "tpu"] | None:
     if width % LANES == 0 and platform == "tpu":
         return "tpu"
     return "gpu" if width % LANES == 0 and platform in ("gpu", "cuda") and HAS_PALLAS else None
-
-
-def lacks_deterministic_attention(config: Config, capability: float) -> str:
-    """Return what to install if cuDNN has no deterministic backward attention for a GPU of this compute capability, or
-    "". On Blackwell it has one from MIN_CUDNN on (TransformerEngine pull request 2584)."""
-    model, length, documents = config.model, config.batch.sequence_length, config.data.mask_documents
-    kernel = attention_kernel("gpu", capability, model.dtype, length, model.head_dim, documents)
-    installed = cudnn.check_cudnn_version()
-    if kernel != "cudnn" or not config.deterministic or capability < 10 or installed >= MIN_CUDNN:
-        return ""
-    dotted = lambda version: f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return (
-        f"cuDNN {dotted(installed)} has no deterministic attention for this GPU: install "
-        f"nvidia-cudnn-cu13>={dotted(MIN_CUDNN)}, or give --deterministic=False"
-    )
 
 
 def splash_block(length: int) -> int:

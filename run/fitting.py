@@ -44,7 +44,7 @@ def compile_train_steps(built: Build, times: Times) -> TrainSteps:
     """Compile the programs that the run needs. A compiled program refuses other shapes, so no step can recompile. Every
     process must call it, together with the others."""
     every = built.config.diagnostics.every_steps
-    LOGGER.info(f"{describe(built)}\ncompiling")
+    LOGGER.info("compiling")
     with times.during("compile"):
         compiled: Any = [
             step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
@@ -94,12 +94,14 @@ class Fitting:
         """Compile the steps, at most COMPILATIONS times, and return the build with the most rows that fit, and them.
         Raise UserError if none fits. Every process must call it."""
         if not self.auto:
+            LOGGER.info(describe(built))
             return built, compile_train_steps(built, times)
         best: tuple[Build, TrainSteps] | None = None
         rows, tried = built.config.batch.rows, {}
         while rows and len(tried) < COMPILATIONS:
             if rows != built.config.batch.rows:
                 built = build(with_options(built.config, {ROWS: rows}))
+            LOGGER.info(describe(built))
             steps, tried[rows] = self._compiled(built, times)
             fits = tried[rows] <= self.limit
             if steps and fits:

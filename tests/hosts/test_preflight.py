@@ -12,11 +12,10 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.schema import Config, DataConfig, MeshConfig, ModelConfig, UserError
+from configs.schema import MeshConfig, UserError
 from hosts import preflight as module
 from hosts.preflight import Host, compare, preflight, problems_here, require_right_sum
 from hosts.runtime import TrainingAborted, code_digest
-from model.kernels import lacks_deterministic_attention
 from run import start as start_module
 from run.folder import RunStatus
 from tests.helpers import tiny_config
@@ -176,21 +175,3 @@ def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F
     command = ["-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
     for output in finish(start(command, command, folders=[folder]), 0):
         assert "programs before the preflight: 0\n" in output, output
-
-
-@pytest.mark.parametrize(
-    ("capability", "cudnn", "options", "lacks"),
-    [
-        (10.0, 91200, {}, True),
-        (12.0, 91800, {}, True),
-        (10.0, 91801, {}, False),
-        (9.0, 91200, {}, False),
-        (10.0, 91200, {"deterministic": False}, False),
-        (10.0, 91200, {"data": DataConfig(mask_documents=True)}, False),
-    ],
-)
-def test_blackwell_needs_a_cudnn_whose_attention_is_deterministic(capability, cudnn, options, lacks, monkeypatch):
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: cudnn)
-    config = Config(name="test", model=ModelConfig(dtype="bfloat16"), **options)
-    message = lacks_deterministic_attention(config, capability)
-    assert bool(message) == lacks and (not lacks or "nvidia-cudnn-cu13>=9.18.1" in message)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from model.attention import Places, attend, attention_in_blocks
-from model.kernels import query_spans
 
 QUERIES = 32  # instead of 256: short rows have many blocks
 
@@ -91,8 +90,6 @@ def test_its_gradients_are_those_of_float64_in_bfloat16_too(monkeypatch):
 @pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])
 def test_masked_scores_are_not_computed(window, share):
     length, heads, head_dim = 2048, 2, 64
-    planned = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
-    assert planned < share * length**2
     q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
     cost = jax.jit(lambda q: attend(q, q, q, window=window)).lower(q).cost_analysis()
     assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work per score

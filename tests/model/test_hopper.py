@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from configs.schema import CheckpointConfig, with_options
 from model import fused
 from model.attention import Places, plain_attention
-from model.gpt import GPT
+from model.gpt import parameter_shapes
 from model.kernels import HAS_PALLAS, attention_kernel
-from model.loss import loss_sums
-from tests.helpers import distance, perturbed, random_rows, tiny_config
+from run.saver import Saver
+from tests.helpers import built_on, distance, placed, random_rows, run_steps, states, tiny_config
 
 if not HAS_PALLAS:
     pytest.skip("this JAX's Pallas for GPUs has other names", allow_module_level=True)
@@ -87,26 +87,38 @@ def test_hidden_blocks_are_not_read():
 
 
 @pytest.mark.slow
-def test_a_network_with_every_kernel_has_the_plain_gradients_however_its_rows_are_divided(monkeypatch):
+def test_with_every_switch_on_runs_are_exact_and_continue_with_the_same_bits(monkeypatch, tmp_path):
+    """Train two steps with our kernels, gradients in splits, chunks of the loss and Muon's fewer passes. Micro-batches
+    change nothing, and the plain network is the same. A run that continues from a checkpoint has the bits of one that
+    was not interrupted."""
     monkeypatch.setattr("model.attention.attention_kernel", lambda *_: "hopper" if _[-1] else "plain")
     monkeypatch.setattr("model.gpt.norm_kernel", lambda *_: "gpu")
     for module, name in ((hopper, "attention"), (fused, "add_and_norm")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
-    weights = np.ones((2, 65), np.float32)
+    sizes = {"depth": 2, "heads": 1, "kv_heads": 1, "head_dim": 64, "window_pattern": "S", "short_window": 9}
+    plain = tiny_config(4, 1, 20, **sizes)
+    weights = np.ones((4, 20), np.float32)
     weights[0, 7:] = 0
-    sizes = {"depth": 1, "width": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
+    rows = [random_rows(plain, seed, weights) for seed in range(2)]
+    plain = with_options(plain, {"optimizer.matrices.kind": "muon"})
+    expected, _ = run_steps(plain, rows)
 
-    def gradients(kernels, rows):
-        config = tiny_config(2, 2, 65, kernels=kernels, **sizes)
-        graph, params = nnx.split(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)), nnx.Param)
-        arrays = [random_rows(config, 0, weights)[name][rows] for name in ("inputs", "targets", "weights")]
-        loss = lambda params, *arrays: loss_sums(nnx.merge(graph, params), *arrays)[0]
-        return jax.jit(jax.grad(loss))(perturbed(params), *arrays)
+    monkeypatch.setattr("model.layers.platform", lambda: "gpu")
+    monkeypatch.setattr("model.layers.GRADIENT_SPLITS", 4)
+    switches = {"model.kernels": ("attention", "add_and_norm"), "model.loss_chunks": 2}
+    config = with_options(plain, switches | {"optimizer.muon.products": "fewer_passes"})
+    params, metrics = run_steps(config, rows)
+    assert distance(params, expected) < 1e-5
+    whole, _ = run_steps(with_options(config, {"batch.rows_per_device": 4}), rows)
+    assert distance(whole, params) < 1e-6
 
-    ours = partial(gradients, ("attention", "add_and_norm"))
-    whole, parts = ours(slice(0, 2)), jax.tree.map(jnp.add, ours(slice(0, 1)), ours(slice(1, 2)))
-    assert distance(parts, whole) < 1e-6
-    assert distance(whole, gradients((), slice(0, 2))) < 1e-5
+    built, abstract = built_on(config, 1), built_on(config, 1).abstract_state
+    with Saver(tmp_path, CheckpointConfig()) as saver:
+        saver.save_last(1, next(states(config, rows))[0], {"shapes": parameter_shapes(config.model)})
+        state, _ = saver.restore_newest(abstract)
+    state, last = built.train_step(state, placed(built, rows[1]))
+    assert all(np.array_equal(metrics[1][name], last[name]) for name in ("loss", "grad_norm"))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (params, state.params))))
 
 
 def test_where_it_runs():

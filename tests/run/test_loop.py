@@ -99,6 +99,7 @@ def test_a_run_asked_to_stop_saves_its_step_without_evaluation(start, monkeypatc
     assert start(f"stopped-{last}") == Exit.COMPLETE and evaluated(f"stopped-{last}") == [0, 4, 8]
 
 
+@pytest.mark.medium
 def test_a_request_during_an_evaluation_ends_it_and_saves(start, monkeypatch):
     """The machine may be gone in seconds: a long evaluation must not delay the save."""
     options = ("--checkpoint.every_steps=100",)

@@ -9,6 +9,7 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from bench.accelerator import AUTOTUNING, TUNED
 from bench.throughput import Sizes, sized
 from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, with_options
@@ -134,6 +135,24 @@ def test_options_that_wait_for_a_gpu_to_time_them(monkeypatch):
     for shape in ("256,256", "256,768", "256,1024", "1024,256"):
         assert re.search(rf"= \(f32\[4,{shape}\].* custom-call\(.*__cublas", text), shape
     assert sum("ALG_DOT_TF32_TF32_F32" in line for line in text.splitlines()) == 2 * 3 * 3  # stacks, products, passes
+
+
+def test_a_choice_that_was_not_timed_is_an_error_when_only_timed_ones_are_allowed(tmp_path):
+    """XLA knows the options of bench.accelerator's parts. Without a GPU the first times nothing, and keeps nothing."""
+    pytest.importorskip("jax_cuda13_plugin")
+    built = build(small(depth=1, vocab_size=1024), devices_of("h100:1"))
+
+    def compile_with(part: str) -> None:
+        flags = (
+            (AUTOTUNING.format(folder=tmp_path) + TUNED[part][1]).replace("=true", "=True").replace("=false", "=False")
+        )
+        with jax.sharding.use_abstract_mesh(built.mesh.abstract_mesh):
+            lowered = built.train_step.lower(built.abstract_state, built.abstract_batch())
+        lowered.compile(dict(flag.removeprefix("--").split("=") for flag in flags.split()))
+
+    compile_with("tuned")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No cached config found for HLO instr"):
+        compile_with("deterministic as tuned")
 
 
 def temporaries(config: Config) -> int:
