@@ -354,8 +354,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DiagnosticsConfig:
-    """Measurements within a step (docs/planning.md): the gradient noise scale, and norms of gradients, parameters and
-    updates."""
+    """Measurements within a step (docs/planning.md): the gradient noise scale, the agreement of micro-batches, and
+    norms of gradients, parameters and updates."""
 
     every_steps: NotNegative[int] = 0
     """Steps between measured steps; 0: none. A second program is compiled for them; the result stays the same."""

@@ -81,8 +81,12 @@ def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
         "noise_scale": None if unbounded else noise * (1 + chance.gauss(0, 0.05)),
         "noise_scale_low": 0.7 * noise,
         "noise_scale_high": None if unbounded else 1.5 * noise,
+        "coherence_running": 0.7 * math.exp(-step / 100) + 0.2 + chance.gauss(0, 0.01),
+        "clipped": 0.1,
         "groups": {
-            group: norms | {"update_norm": (0.02, 0.6, 0.03)[i] * (1.1 - step / 400)} | {"noise_scale": noise}
+            group: norms
+            | {"update_norm": (0.02, 0.6, 0.03)[i] * (1.1 - step / 400)}
+            | {"snr": 0.3 + 0.1 * i, "unchanged_share": 0.25 if group == "embed" else 0.001, "noise_scale": noise}
             for i, group in enumerate(GROUPS)
         },
     }

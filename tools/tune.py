@@ -183,15 +183,17 @@ def choose_micro_batch(runs: Runs) -> tuple[dict[str, Any], str]:
 
 
 class Window(NamedTuple):
-    """The noise scale of the steps from `first` to `last`."""
+    """Diagnostics of the steps from `first` to `last`; the SNR is of the matrices."""
 
     first: int
     last: int
     noise: NoiseScale | None
+    coherence: float
+    snr: float
 
 
 def windows(lines: list[dict]) -> list[Window]:
-    """Return the noise scale of the later half of the steps measured up to each of WINDOWS."""
+    """Return the diagnostics of the later half of the steps measured up to each of WINDOWS."""
     measured = [(line["step"], line["diagnostics"]) for line in lines if "diagnostics" in line]
     found = []
     for share in WINDOWS:
@@ -199,7 +201,9 @@ def windows(lines: list[dict]) -> list[Window]:
         part = until[len(until) // 2 :]
         pairs = [(of["signal"]["all"], of["noise"]["all"]) for _, of in part if of["noise"]["all"] is not None]
         scale = noise_scale(*zip(*pairs)) if pairs else None
-        found.append(Window(part[0][0], part[-1][0], scale))
+        of_steps = [(of["coherence_running"], of["groups"]["matrices"]["snr"]) for _, of in part]
+        coherence, snr = np.mean(np.array(of_steps, float), axis=0)
+        found.append(Window(part[0][0], part[-1][0], scale, float(coherence), float(snr)))
     return found
 
 
@@ -229,10 +233,10 @@ def choose_batch(runs: Runs, rows: int, trial: int) -> tuple[int, str]:
     # Without the warmdown: the beginning of the complete run.
     values |= {"optimizer.schedule.kind": "constant", "eval.tokens": config.batch.sequence_length}
     found = windows(read_metrics(runs.train("noise", values)["folder"]))
-    lines = ["| steps | noise scale, tokens (95%) |", "| --- | --- |"]
+    lines = ["| steps | noise scale, tokens (95%) | coherence | SNR of the matrices |", "| --- | --- | --- | --- |"]
     for part in found:
         shown = "not known" if part.noise is None else "{:,.0f} [{:,.0f}, {:,.0f}]".format(*part.noise)
-        lines.append(f"| {part.first} to {part.last} | {shown} |")
+        lines.append(f"| {part.first} to {part.last} | {shown} | {part.coherence:.3f} | {part.snr:.2f} |")
     noise = found[-1].noise
     chosen = batch_for(batch, least, noise)
     says = "The noise scale is not known, so the batch stays."

@@ -50,6 +50,8 @@ class Squares(NamedTuple):
     """Valid tokens of the micro-batch."""
     own: Float[Array, "data fsdp tensor K leaves"]
     """Sums of squares of the micro-batch's gradient."""
+    running: Float[Array, "data fsdp tensor K leaves"]
+    """Sums of squares of the sum of the gradients so far, this micro-batch included."""
 
 
 class StepSums(NamedTuple):
@@ -117,10 +119,11 @@ def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dic
     """Return, for one device, the squares of a micro-batch with `tokens` valid tokens. Its `gradients` are the
     difference between the sums `before` and `total`."""
     tokens = mark_varying(tokens, ("tensor",))
+    square_sums = lambda tree: jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
     # XLA scatters a table's gradient into the sum, unless another operation reads it: then it rounds otherwise.
     own = lambda path, gradient, old, new: new - old if path[-1].key == "table" else gradient
-    of_leaves = jax.tree.leaves(jax.tree_util.tree_map_with_path(own, gradients, before, total))
-    return Squares(tokens, varying_as(tokens, jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in of_leaves])))
+    of_own = square_sums(jax.tree_util.tree_map_with_path(own, gradients, before, total))
+    return Squares(tokens, *varying_as(tokens, (of_own, square_sums(total))))
 
 
 def dropout_keys(seed: int, step: Int[Array, ""], shape: tuple[int, int]) -> Key[Array, "K B"]:

@@ -77,12 +77,13 @@ def test_the_interval_of_a_difference_is_student_s_of_pairs():
 
 
 def test_the_noise_scale_is_of_the_later_half_of_the_steps_measured_so_far():
-    of = lambda noise: {"signal": {"all": 2.0}, "noise": {"all": noise}}
-    lines = [{"step": step, "diagnostics": of(10.0 * step)} for step in range(1, 49)]
+    of = lambda noise: {"signal": {"all": 2.0}, "noise": {"all": noise}, "coherence_running": noise / 100}
+    groups = {"groups": {"matrices": {"snr": 0.5}}}
+    lines = [{"step": step, "diagnostics": of(10.0 * step) | groups} for step in range(1, 49)]
     lines[40]["diagnostics"] |= {"signal": {"all": None}, "noise": {"all": None}}  # a skipped step
     found = windows([{"step": 1, "loss": 3.0}, *lines])
     assert [(part.first, part.last) for part in found] == [(9, 16), (17, 32), (25, 48)]
-    assert found[0].noise.value == pytest.approx(10 * 12.5 / 2)
+    assert found[0].noise.value == pytest.approx(10 * 12.5 / 2) and found[0].coherence == pytest.approx(1.25)
     assert found[2].noise.value == pytest.approx(10 * np.mean([*range(25, 41), *range(42, 49)]) / 2)
 
 
@@ -100,7 +101,8 @@ class Trained:
             raise KeyboardInterrupt
         fits, folder = config.batch.rows_per_device != 16, Path(config.run_dir)
         line = {"tokens_per_second": 1000.0 * (config.model.remat == "none") + config.batch.rows_per_device}
-        line["diagnostics"] = {"signal": {"all": 0.1}, "noise": {"all": 1200.0}}
+        line["diagnostics"] = {"signal": {"all": 0.1}, "noise": {"all": 1200.0}, "coherence_running": 0.1}
+        line["diagnostics"]["groups"] = {"matrices": {"snr": 0.4}}
         lines = [{"step": step, "time": 0.0, **line} for step in range(1, config.steps + 1)]
         lines[-1]["val_loss"] = 3.0 - config.optimizer.embed.peak_rate + config.seed / 10
         folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from functools import cache
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import Config, MeshConfig, with_options
+from configs.schema import Config, GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
 from training.diagnostics import signal_and_noise
 from training.mesh import parameter_layouts, resized
-from training.optimizer import parameter_groups
+from training.muon import MuonState, momentum_at
+from training.optimizer import AdamState, group_config, parameter_groups
 from training.shares import ShardLayout
 from training.state import TrainState, split_model, stored_as
 from training.step import Squares
@@ -38,9 +40,16 @@ def rows_of_random_lengths() -> dict[str, np.ndarray]:
 
 @cache
 def start(config: Config) -> TrainState:
-    """Return the initial state, moved off its zeros."""
-    state = initial_state(config.model, config.optimizer)
-    return state._replace(params=perturbed(state.params))
+    """Return the initial state, moved off its zeros, with moments as of earlier steps. Some of them are too small."""
+    state, generator = initial_state(config.model, config.optimizer), np.random.default_rng(2)
+    draw = lambda leaf: np.float32(generator.uniform(0, 1e-6, leaf.shape) ** generator.choice([1, 3], leaf.shape))
+    keeps = lambda node: isinstance(node, AdamState | MuonState)
+    moments = lambda node: (
+        node._replace(mu=jax.tree.map(draw, node.mu), nu=jax.tree.map(draw, node.nu)) if keeps(node) else node
+    )
+    return state._replace(
+        params=perturbed(state.params), opt_state=jax.tree.map(moments, state.opt_state, is_leaf=keeps)
+    )
 
 
 def measured(config: Config) -> tuple[dict, list[ShardLayout], dict]:
@@ -51,6 +60,13 @@ def measured(config: Config) -> tuple[dict, list[ShardLayout], dict]:
     layouts = parameter_layouts(config.model, built.mesh)
     after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, layouts)
     return jax.device_get(metrics), jax.tree.leaves(layouts), after
+
+
+def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
+    """Return a group's moments in float64 (mu's leaves, nu's), or [] if its optimizer state is of another kind."""
+    nodes = jax.tree.leaves(state.opt_state.inner_states[group], is_leaf=lambda node: isinstance(node, kind))
+    leaves = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return next(([leaves(node.mu), leaves(node.nu)] for node in nodes if isinstance(node, kind)), [])
 
 
 @cache
@@ -72,12 +88,27 @@ def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarra
     return gradients
 
 
+def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarray]) -> float:
+    """Return |m| / sqrt(v) of a group after a step with these gradients, most of which the clip scales down."""
+    norm = lambda leaves: np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+    options = group_config(config.optimizer, group)
+    if muon := moments(state, group, MuonState):
+        assert isinstance(options, MuonConfig)
+        beta = float(momentum_at(options, config.optimizer.schedule, 0, config.steps))
+        return norm([beta * m + (1 - beta) * g for m, g in zip(muon[0], gradients)]) / norm(gradients)
+    assert isinstance(options, GroupConfig)
+    adam = list(zip(*moments(state, group), gradients))
+    first = [options.beta1 * m + (1 - options.beta1) * g for m, _, g in adam]
+    second = [options.beta2 * v + (1 - options.beta2) * g**2 for _, v, g in adam]
+    return norm(first) / np.sqrt(sum(np.sum(leaf) for leaf in second))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
     metrics, layouts, after = measured(config)
-    before = start(config).params
+    before, state = start(config).params, start(config)
     measures, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
     signal, noise = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
@@ -98,6 +129,17 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         assert measures["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total)
     assert measures["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
 
+    divided = [i for i, of in enumerate(layouts) if "fsdp" in of.axes]
+    flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
+    cosines = []
+    for replica in range(data):
+        ours = flat[replica::data]
+        for before_it, mine in zip(np.cumsum(ours, axis=0), ours[1:]):
+            lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
+            cosines.append(before_it @ mine / lengths if lengths else 0.0)
+    assert measures["coherence_running"] == pytest.approx(np.mean(cosines), abs=1e-5)
+
+    clip = min(1.0, config.optimizer.clip_norm / float(metrics["grad_norm"]))
     for group in signal:
         of = [i for i, name in enumerate(groups) if name == group]
         norm = lambda leaves, of=of: np.sqrt(sum(np.sum(np.asarray(leaves[i], np.float64) ** 2) for i in of))
@@ -107,6 +149,12 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         assert values["parameter_norm"][group] == pytest.approx(norm(old), rel=1e-5)
         moved = [np.asarray(b, np.float64) - a for a, b in zip(old, new)]
         assert values["update_norm"][group] == pytest.approx(norm(moved), rel=1e-3)
+        same = sum(np.sum(old[i] == new[i]) for i in of) / sum(old[i].size for i in of)
+        assert values["unchanged_share"][group] == pytest.approx(same, abs=1e-6)
+        assert values["snr"][group] == pytest.approx(
+            snr(config, state, group, [clip * whole[i] / total for i in of]), rel=1e-4
+        )
+    assert measures["clipped"] == float(metrics["grad_norm"] > config.optimizer.clip_norm)
     assert sorted(measures["blocks"]["gradient_norm"]) == [str(block) for block in range(config.model.depth)]
 
 
@@ -121,7 +169,7 @@ def test_the_estimates_are_right_on_average():
     def estimates(gradients, tokens):
         """Estimate from two leaves, of 12 and 8 numbers."""
         squares = lambda g: jnp.stack([jnp.sum(g[..., :12] ** 2, -1), jnp.sum(g[..., 12:] ** 2, -1)], -1)
-        kept = Squares(tokens[None, None], squares(gradients)[None, None])
+        kept = Squares(tokens[None, None], squares(gradients)[None, None], jnp.zeros(()))
         count = tokens.sum()
         return signal_and_noise(kept, count, squares(gradients.sum(0) / count), np.array([True, False]))
 

@@ -37,6 +37,7 @@ def test_the_quantile_is_student_s():
 def measured(signal: float, noise: float) -> dict:
     quantities = {"gradient_norm": {"embed": 1.0, "matrices": 2.0}, "update_norm": {"embed": 0.1}}
     both = {"signal": {"embed": signal / 2, "all": signal}, "noise": {"embed": noise / 4, "all": noise}}
+    both |= {"coherence_running": 0.5, "clipped": 1.0}
     return both | {"groups": quantities, "blocks": {"gradient_norm": {"0": 2.0}}}
 
 
