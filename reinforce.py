@@ -6,11 +6,10 @@ the network has just drawn, and their weights are advantages.
 
 import dataclasses
 import gc
-from dataclasses import dataclass
 
 import train
 from configs.command_line import Exit
-from configs.schema import Config, FilePath
+from configs.schema import Config
 from hosts.distributed import on_first_process
 from hosts.runtime import run_command
 from hosts.stop import Stop
@@ -24,20 +23,12 @@ from run.metrics import Profile
 from run.record import Times, scores
 
 
-@dataclass(frozen=True)
-class Arguments(train.Arguments):
-    """Options of this command, not of the run."""
-
-    bundle: FilePath = ""
-    """Folder of ChatCORE's bundle, for `reinforce.task=gsm8k`: gsm8k/main/ with `train` and `test`."""
-
-
-def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
+def reinforce(config: Config, arguments: train.Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
     """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
     rows."""
     start.check_processes(config, arguments)
     fitting = Fitting(config)
-    built, questions, task = open_task(fitting.first(), arguments.bundle)
+    built, questions, task = open_task(fitting.first())
     status, checkpoints = start.open_folder(built, questions, arguments.accept_changes, arguments.resume_step, lock)
     if status.finished == checkpoints.newest == built.config.steps:
         return ending.already_complete(built.config, status.changes)
@@ -89,4 +80,4 @@ def reinforce(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, t
 
 
 if __name__ == "__main__":
-    run_command(lambda: train.main(__doc__, Arguments, reinforce))
+    run_command(lambda: train.main(__doc__, run=reinforce))

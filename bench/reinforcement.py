@@ -1,22 +1,28 @@
-"""Measure how the gradient of reinforcement depends on the split: the figures of docs/reinforcement.md.
+"""Measure what the divisor changes in reinforcement: the figures of docs/reinforcement.md.
 
     python -m bench.reinforcement --config=configs/reinforce.py --init_from=runs/sums
+    python -m bench.reinforcement --config=configs/reinforce.py --init_from=runs/sums --rule=per_pass --name=per_pass
+
+The first command compares gradients, by the split into micro-batches. The second is a run of reinforce.py by a rule.
 
 Three rules divide the same sums. `per_answer` is GRPO's (arXiv:2402.03300): the mean over an answer's tokens, then over
 a micro-batch's answers, then over micro-batches. `per_pass` is nanochat's chat_rl: each micro-batch is divided by its
 own drawn tokens, then by the number of micro-batches. `ours` divides once by the step's drawn tokens. All three are
 train_step with other weights. A line has the relative error of the gradient against the same rule with K = 1, and of
-K = 1 against `ours`: the mean over the steps.
+K = 1 against `ours`: the mean over the steps. In a run, a pass has 8 answers, as in nanochat.
 """
 
 import json
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+import reinforce
+import train
 from configs.command_line import parse
 from configs.schema import Config, with_options
 from evaluation.engine import Answer
@@ -30,6 +36,7 @@ from training.step import make_train_step
 
 SPLITS = (1, 2, 4, 8, 16)
 RULES = ("per_answer", "per_pass", "ours")
+PASS = 8  # answers of a pass in a run: nanochat's device_batch_size
 STEPS = 2  # whose gradients are measured, of the same parameters
 
 
@@ -46,9 +53,14 @@ def rule_weights(
     return advantage
 
 
+def drawn_of(some: Sequence[Rollout]) -> Float[np.ndarray, "answers"]:
+    """Return the number of tokens that the network drew for each answer."""
+    return np.array([sum(one.answer.drawn) + len(one.answer.end) for one in some], np.float64)
+
+
 def gradients_by(built: Build, rollouts: Rollouts, some: list[Rollout]) -> dict[str, Any]:
     """Return the gradient of these answers by each rule."""
-    config, drawn = built.config, np.array([sum(one.answer.drawn) + len(one.answer.end) for one in some], np.float64)
+    config, drawn = built.config, drawn_of(some)
     advantage, _ = advantages(some, config.reinforce.samples)
     of_step = (config.model, built.dtype, built.mesh, built.abstract_state, built.optimizer, built.rates)
     step = make_train_step(*of_step, 1.0, 0, lambda state, sums, update: {"gradient": update.gradients})
@@ -80,7 +92,7 @@ def errors(config: Config, length: int, prompts: int, is_uneven: bool) -> dict[s
     sizes: dict[str, object] = {"reinforce.prompts": prompts, "reinforce.tokens": length}
     sizes |= {"batch.sequence_length": length, "batch.tokens_per_step": rows * length, "mesh.data": 1}
     config = with_options(config, sizes | {"model.dtype": "float32", "batch.rows_per_device": rows})
-    built, text, task = open_task(config, "")
+    built, text, task = open_task(config)
     params = initial_state(built).params
     rollouts = Rollouts(built, task, text.tokenizer, params)
     found: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
@@ -96,8 +108,29 @@ def errors(config: Config, length: int, prompts: int, is_uneven: bool) -> dict[s
     return {rule: {k: float(np.mean([line[k] for line in lines])) for k in lines[0]} for rule, lines in found.items()}
 
 
+@dataclass(frozen=True)
+class Arguments(train.Arguments):
+    """Options of this command, not of the run."""
+
+    rule: Literal["", "per_answer", "per_pass", "ours"] = ""
+    """Train a whole run by this rule. Default: compare gradients."""
+
+
+def train_by(rule: str) -> int:
+    """Run reinforce.py with weights by a rule."""
+
+    def weights(some: Sequence[Rollout], samples: int) -> tuple[Float[np.ndarray, "answers"], float]:
+        advantage, left_out = advantages(some, samples)
+        return rule_weights(rule, drawn_of(some), advantage, len(some) // PASS), left_out
+
+    reinforce.advantages = weights
+    return train.main(__doc__, Arguments, reinforce.reinforce)
+
+
 def main() -> int:
-    config, _ = parse(__doc__)
+    config, arguments = parse(__doc__, Arguments)
+    if arguments.rule:
+        return train_by(arguments.rule)
     start_jax()
     print(json.dumps({"sums": errors(config, 48, 2, False)}), flush=True)
     print(json.dumps({"hundredfold": errors(config, 256, 1, True)}), flush=True)

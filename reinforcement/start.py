@@ -32,7 +32,7 @@ class Questions(Text):
         return {}
 
 
-def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
+def open_task(config: Config) -> tuple[Build, Text, Task]:
     """Return the run's build, the questions in the place of its text, and its task. Raise UserError for a mistake in
     either."""
     require_steps(config)
@@ -47,7 +47,7 @@ def open_task(config: Config, bundle: str) -> tuple[Build, Text, Task]:
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     require_chat_tokens(tokenizer)
-    task = TASKS[options.task](options, config.seed, bundle)
+    task = TASKS[options.task](options, config.seed, config.eval.bundle)
     longest = max(len(prompt_of(tokenizer, task.problem(number, False))) for number in range(TRIED))
     if longest >= options.tokens:
         raise UserError(f"reinforce.tokens={options.tokens} leaves no room: a question has {longest} tokens")

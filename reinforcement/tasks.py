@@ -69,7 +69,7 @@ class GSM8K(Task):
     def __init__(self, options: ReinforceConfig, seed: int, bundle: str):
         super().__init__(options, seed, bundle)
         if not bundle:
-            raise UserError("--reinforce.task=gsm8k needs --bundle=DIR, the folder with gsm8k/ (docs/evaluation.md)")
+            raise UserError("--reinforce.task=gsm8k needs --eval.bundle=DIR, with gsm8k/ in it (docs/evaluation.md)")
         self.parts = [read_items(bundle, "GSM8K", part) for part in ("train", "test")]
 
     def problem(self, number: int, held_out: bool) -> Problem:

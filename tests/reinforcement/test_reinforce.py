@@ -29,7 +29,7 @@ from tests.test_train import (
     write_folder,
 )
 
-COMMANDS["reinforce"] = lambda: train.main("", reinforce.Arguments, reinforce.reinforce)
+COMMANDS["reinforce"] = lambda: train.main("", run=reinforce.reinforce)
 BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
 RECIPE = """
 from dataclasses import replace
@@ -169,7 +169,7 @@ def test_gsm8k_s_problems_are_answered(folder, again):
         file = folder / f"sets/gsm8k/main/{part}-00000-of-00001.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(rows), file)
-    assert again("--reinforce.task=gsm8k", "--bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
+    assert again("--reinforce.task=gsm8k", "--eval.bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
     _, line, last = read_metrics(folder / "gsm8k")
     assert line["left_out"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
 
@@ -183,8 +183,8 @@ def test_gsm8k_s_problems_are_answered(folder, again):
         (["--steps=0"], "--steps=0 counts epochs"),
         (["--reinforce.samples=1"], "reinforce.samples=1 cannot work"),
         (["--reinforce.difficulty=7"], "reinforce.difficulty=7 cannot work"),
-        (["--reinforce.task=gsm8k"], "--reinforce.task=gsm8k needs --bundle=DIR"),
-        (["--reinforce.task=gsm8k", "--bundle=nothing"], "no file gsm8k/main/train"),
+        (["--reinforce.task=gsm8k"], "--reinforce.task=gsm8k needs --eval.bundle=DIR"),
+        (["--reinforce.task=gsm8k", "--eval.bundle=nothing"], "no file gsm8k/main/train"),
         (["--batch.tokens_per_step=128"], "16 answers need 8 rows, which is 1024"),
         (["--config=short.py"], "reinforce.tokens=20 leaves no room: a question has"),
         (["--model.depth=2"], "another network than the options ask for"),

@@ -73,5 +73,5 @@ def test_gsm8k_takes_every_problem_once_in_an_epoch_and_needs_a_bundle(tmp_path)
     epochs = [[task.problem(9 * epoch + i, False) for i in range(9)] for epoch in range(2)]
     assert len({*epochs[0]}) == 9 and {*epochs[0]} == {*epochs[1]} and epochs[0] != epochs[1]
     assert {problem.answer for problem in epochs[0]} == {"3", "1000"}
-    with pytest.raises(UserError, match="task=gsm8k needs --bundle=DIR"):
+    with pytest.raises(UserError, match="task=gsm8k needs --eval"):
         GSM8K(ReinforceConfig(), 0, "")
