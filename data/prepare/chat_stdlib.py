@@ -1,12 +1,14 @@
 """Conversations about a Python module, made of its docstrings and signatures: `--source=chat-stdlib`.
 
 Each module, class and function with a docstring has a conversation. Its answers have from one word to a complete
-docstring. A hash of the name chooses questions and wordings, so equal modules give equal conversations.
+docstring, unless that is long: a small network learns little from it. A hash of the name chooses questions and
+wordings, so equal modules give equal conversations.
 """
 
 import ast
 import copy
 import hashlib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +22,7 @@ TESTS = {"test", "tests", "idle_test"}  # parts of names of modules that are tes
 ABOUT = "What does {} do?|What is {} for?|Describe {}.|Explain {} in short.|Tell me about {}."
 MORE = "Explain more.|Tell me more.|Show its docstring.|Give me the details."
 PLACE = "Which module is it in?|Where is it defined?|Which module?"
+LONGEST = 300  # characters of a docstring that is shown
 NUMBERS = ("None", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")
 GREETING = ("Hello!|Hi!|Hello|Good morning.", "Hello! Ask me about Python's standard library.")
 THANKS = ("Thanks.|Thank you!|Thanks!", "You are welcome.")
@@ -48,10 +51,10 @@ def conversations_of(source_code: str, module: str) -> Iterator[list[Message]]:
 
 
 def _conversation(name: str, turns: Sequence[Turn]) -> list[Message]:
-    """Return the first of the turns, and up to five others in another order, drawn from the name."""
+    """Return the first of the turns, and two to seven others in another order, drawn from the name."""
     first, *others = turns
     others.sort(key=lambda turn: _draw(name, f"order of {turn[0]}", 2**32))
-    turns = [first, *others[: _draw(name, "turns", 6)]]
+    turns = [first, *others[: 2 + _draw(name, "turns", 6)]]
     if _draw(name, "greeting", 8) == 0:
         turns.insert(0, GREETING)
     if _draw(name, "thanks", 8) == 0:
@@ -135,8 +138,8 @@ def _of_function(node: Function, owner: str, module: str) -> list[Turn]:
 
 
 def _more(docstring: str) -> list[Turn]:
-    """Return the turn that shows a complete docstring, if it is more than its summary."""
-    return [(MORE, docstring)] if docstring != _summary(docstring) else []
+    """Return the turn that shows a complete docstring, if it is more than its summary and not long."""
+    return [(MORE, docstring)] if docstring != _summary(docstring) and len(docstring) <= LONGEST else []
 
 
 def _docstring(node: Documented) -> str:
@@ -145,8 +148,8 @@ def _docstring(node: Documented) -> str:
 
 
 def _summary(docstring: str) -> str:
-    """Return the first paragraph in one line."""
-    return " ".join(docstring.split("\n\n")[0].split())
+    """Return the first sentence of the first paragraph, in one line."""
+    return re.split(r"(?<=\w\w[.!?]) ", " ".join(docstring.split("\n\n")[0].split()))[0]
 
 
 def _arguments(function: Function, is_method: bool) -> ast.arguments:

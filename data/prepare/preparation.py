@@ -31,7 +31,7 @@ from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer, load_tokenizer
 
-FORMAT = 4  # increase it if the same text gives another dataset: cached ones are then made again
+FORMAT = 5  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
 MORE_TOKENS = 1.5  # times its own text's tokens per byte, at which a given tokenizer is called another text's
 
