@@ -5,7 +5,8 @@
 # make check                                                   lint, format, types, imports, words, and the house's size
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
-# make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone; the driver chooses CUDA unless it is named
+# make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone, with what the tests need; the driver chooses
+#                                                              CUDA unless it is named
 # make image [EXTRA=cuda,gcs] [PLATFORM=linux/amd64]           fetch wheels, and build the image `tokensum` from them
 
 CONFIG ?= configs/small.py
@@ -18,9 +19,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 LIST := $(subst $(comma), ,$(EXTRA))
-EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
+# What only tests and checks need takes half a minute to install: training does without.
+DEV := $(if $(filter-out train chat reinforce,$(MAKECMDGOALS)),dev)
+EXTRAS := $(subst $(empty) ,$(comma),$(strip $(DEV) $(LIST)))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
-STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
+STAMP := $(VENV)/installed-$(or $(subst $(comma),-,$(EXTRAS)),base)
 
 .PHONY: train chat reinforce test setup check docs house image
 
@@ -30,21 +33,25 @@ train: setup
 # The run that ARGS name.
 TUNED := $(or $(patsubst --run_dir=%,%,$(filter --run_dir=%,$(ARGS))),runs/$(or $(patsubst --name=%,%,$(filter --name=%,$(ARGS))),chat))
 
+# A row of small.py's size, so that no memory is measured. In two epochs more answers are right than in one (docs/chat.md).
+CHAT := --config=configs/chat.py --init_from=runs/small --batch.rows_per_device=8 --epochs=2
+
 # A run that is complete has a summary.
 chat: setup
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
-	$(BIN)/python train.py --config=configs/chat.py --init_from=runs/small $(ARGS)
+	$(BIN)/python train.py $(CHAT) $(ARGS)
 	$(BIN)/python chat.py --run_dir=$(TUNED)
 
 # What exists is not made again: runs/small, runs/chat and runs/sums.
 reinforce: setup
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
-	test -f runs/chat/summary.json || $(BIN)/python train.py --config=configs/chat.py --init_from=runs/small
+	test -f runs/chat/summary.json || $(BIN)/python train.py $(CHAT)
 	mkdir -p build
 	$(BIN)/python -m reinforcement.tasks > build/sums.jsonl
 	$(BIN)/python -m data.prepare --source=build/sums.jsonl --conversations --out=build/sums --tokenizer=runs/chat/tokenizer
 	test -f runs/sums/summary.json || \
-		$(BIN)/python train.py --config=configs/chat.py --init_from=runs/chat --data.source=build/sums --name=sums
+		$(BIN)/python train.py --config=configs/chat.py --init_from=runs/chat --data.source=build/sums --name=sums \
+		--batch.rows_per_device=8
 	$(BIN)/python reinforce.py --config=configs/reinforce.py --init_from=runs/sums $(ARGS)
 
 test: setup
@@ -78,7 +85,9 @@ image:
 
 setup: $(STAMP)
 
-PYTHONS := $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3)
+# The newest Python has the faster JAX. One that pyenv has installed may not be on the path.
+PYENV := $(lastword $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[2-9]*/bin/python3)))
+PYTHONS := $(or $(PYTHON),python3.14 python3.13 python3.12 $(PYENV) python3.11 python3)
 # Exits with 0 if the dependencies support this Python, otherwise with its version as an error.
 SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " + sys.version.split()[0])
 VERSION := import sys; print(sys.version_info[:2])
@@ -107,9 +116,9 @@ $(STAMP): pyproject.toml
 	echo "installing into $(VENV) with $$python; this takes minutes" >&2; \
 	if command -v uv >/dev/null; then \
 		test -d $(VENV) || uv venv --quiet --python "$$(command -v $$python)" $(VENV) || exit 2; \
-		uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"; \
+		uv pip install --quiet --python $(BIN)/python -e ".$(EXTRAS:%=[%])"; \
 	else \
 		$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $$python -m venv $(VENV); } || exit 2; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[$(EXTRAS)]"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".$(EXTRAS:%=[%])"; \
 	fi
 	@touch $@
