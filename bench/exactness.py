@@ -79,7 +79,7 @@ def shipped() -> list[str]:
 
 
 def sized(name: str) -> Config:
-    """Return a shipped config's network, optimizer and schedule at the sizes of small.py, its 300 steps included, in
+    """Return a shipped config's network, optimizer and schedule at the sizes of small.py, its steps included, in
     float32. (plain and track_d12 are one run then, small and track another.)"""
     small, config = (load_config(f"configs/{file}.py")[0] for file in ("small", name))
     values: dict[str, object] = {f"model.{size}": getattr(small.model, size) for size in SIZES}

@@ -17,7 +17,7 @@ from configs.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, op
 
 
 def get_config() -> Config:
-    network = ModelConfig(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=4096, loss_chunks=4)
+    network = ModelConfig(depth=4, width=192, heads=4, kv_heads=4, head_dim=48, vocab_size=4096, loss_chunks=4)
     return replace(small.get_config(), name="plain", model=network, optimizer=OptimizerConfig())
 
 
