@@ -14,12 +14,12 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_810,
-    "lines of tests": 15_770,
-    "lines of train.py": 150,
-    "names that train.py imports": 32,
-    "modules that train.py needs": 59,
-    "lines that train.py needs": 10_630,
+    "lines outside tests": 19_622,
+    "lines of tests": 15_299,
+    "lines of train.py": 148,
+    "names that train.py imports": 30,
+    "modules that train.py needs": 51,
+    "lines that train.py needs": 10_376,
     "options on the command line": 70,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")

@@ -93,7 +93,7 @@ def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monke
 
 
 def test_a_host_that_never_answers_ends_the_start(tmp_path, monkeypatch):
-    """Its disk does not answer, say, while JAX's heartbeat goes on."""
+    """Its disk does not answer, say, while JAX's heartbeat continues."""
     ended, reasons = threading.Event(), []
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr("hosts.stop.end_as_hung", lambda reason: (reasons.append(reason), ended.set()))
