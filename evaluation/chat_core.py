@@ -81,7 +81,7 @@ def read_items(folder: str, label: str, part: str = "test") -> list[dict[str, An
     files = files.replace("test", part)
     paths = sorted(Path(folder).glob(files))
     if not paths:
-        raise UserError(f"--bundle={folder}: no file {files}; docs/evaluation.md says how to download it")
+        raise UserError(f"the bundle {folder} has no file {files}; docs/evaluation.md says how to download it")
     try:
         rows = [row for path in paths for row in pyarrow.parquet.read_table(path, columns=[*columns]).to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:

@@ -82,7 +82,7 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
 @pytest.mark.parametrize(
     "label, changed, message",
     [
-        ("GSM8K", None, "--bundle=.*: no file gsm8k/main/test.*; docs/evaluation.md says how"),
+        ("GSM8K", None, "the bundle .* has no file gsm8k/main/test.*; docs/evaluation.md says how"),
         ("MMLU", {"answer": [4] * 9}, "mmlu/all/test.*: row 1 is no item of MMLU"),
         ("ARC-Easy", {"answerKey": ["Z"] * 9}, "row 1 is no item of ARC-Easy"),
         ("GSM8K", {"answer": ["three"] * 9}, "row 1 is no item of GSM8K .*no number after ####"),
