@@ -1,7 +1,8 @@
 """Print how large the repository is, and fail if a count is above its bound, if train.py needs a tool, or if another
 class of the core is large: make house.
 
-The closure of a command is every module of ours that it imports, imports inside functions included.
+The closure of a command is every module of ours that it imports, imports inside functions included. What only
+`--eval.tasks` loads, by name, is not counted for train.py: nine modules with 1,393 lines.
 """
 
 import ast
@@ -15,7 +16,7 @@ from configs.schema import Config, Role, hints
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
     "lines outside tests": 19_622,
-    "lines of tests": 15_299,
+    "lines of tests": 15_300,
     "lines of train.py": 148,
     "names that train.py imports": 30,
     "modules that train.py needs": 51,
