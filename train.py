@@ -121,9 +121,9 @@ def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLo
         log.evaluation(step, results)
 
 
-def main(what: str | None = __doc__, options: type[Arguments] = Arguments, run: Callable[..., Exit] = train) -> int:
+def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
     """Parse the options of a command, and run it. Return its exit code."""
-    config, arguments = parse(what, options)
+    config, arguments = parse(what, Arguments)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
 
     def start_once() -> Exit:

@@ -15,7 +15,7 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_622,
+    "lines outside tests": 19_481,
     "lines of tests": 15_300,
     "lines of train.py": 148,
     "names that train.py imports": 30,
