@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
     network = open_network(arguments.run_dir, mesh_of_first(MeshConfig(data=1)))
-    asked = [one for one, _ in zip(held_out_questions(network, arguments.tokens), range(arguments.questions))]
+    asked = list(islice(held_out_questions(network, arguments.tokens), arguments.questions))
     right = np.zeros(len(asked), bool)
     wanted = [(question, Sampling(0.0), arguments.tokens) for question, _ in asked]
     for number, answer in Engine(network, slots=16).answers(wanted):

@@ -1,6 +1,6 @@
 """nanochat's plain network under AdamW, layer by layer. transformers can load it.
 
-Without `--model.depth` it is configs/small.py without the later features, of 5 M parameters: the baseline of
+Without `--model.depth` it is configs/small.py without the later features, of 3 M parameters: the baseline of
 docs/recipe.md.
 
 python train.py --config=configs/plain.py --model.depth=12 --data.source=FOLDER

@@ -62,6 +62,15 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+CODES: dict[type[Exception], Exit] = {
+    UserError: Exit.MISTAKE,
+    NoCheckpoint: Exit.UNREADABLE,
+    TrainingAborted: Exit.FAILED,
+    StorageLost: Exit.PEER_LOST,
+    StartAgain: Exit.PEER_LOST,
+}
+
+
 def leave(error: BaseException | None, code: int) -> None:
     """Leave the other processes of the run: together with them if all have come to their end, else at once, by the end
     of this process."""
@@ -78,6 +87,11 @@ def leave(error: BaseException | None, code: int) -> None:
     jax.distributed.shutdown()  # waits for the others
 
 
+def own_code(error: BaseException) -> Exit | None:
+    """Return the exit code of an exception that has its own; None for another one."""
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
+
+
 def report(error: BaseException) -> int:
     """Print why a command ends, and return its exit code."""
     if isinstance(error, SystemExit):
@@ -85,15 +99,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; everything that was complete before is kept", file=sys.stderr)
         return Exit.INTERRUPTED
-    if isinstance(error, UserError | NoCheckpoint):
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE
-    if isinstance(error, TrainingAborted):
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.FAILED
-    if isinstance(error, StorageLost | StartAgain):
-        print(f"error: {error}; start all again", file=sys.stderr)
-        return Exit.PEER_LOST
+    if (code := own_code(error)) is not None:
+        print(f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), file=sys.stderr)
+        return code
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return Exit.FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -17,11 +17,10 @@ from typing import Any, Literal
 import jax
 
 from configs.command_line import Exit
-from configs.files import StorageLost, first_line, write_picture, write_whole
+from configs.files import first_line, write_picture, write_whole
 from configs.messages import LOGGER, start_hook
 from configs.schema import Config, UserError
-from hosts.distributed import NoCheckpoint
-from hosts.runtime import StartAgain, TrainingAborted
+from hosts.runtime import TrainingAborted, own_code
 from hosts.stop import Stop
 from run.record import Events, Times, local_path, read_metrics, saved_up_to, seconds_by_activity, storage_path, upload
 from training.state import TrainState, params_sha256
@@ -82,14 +81,6 @@ def notify_of_failure(config: Config) -> Iterator[None]:
         raise
 
 
-CODES = {
-    TrainingAborted: Exit.FAILED,
-    NoCheckpoint: Exit.UNREADABLE,
-    StartAgain: Exit.PEER_LOST,
-    StorageLost: Exit.PEER_LOST,
-}
-
-
 @contextmanager
 def failure_recorded(config: Config, times: Times) -> Iterator[None]:
     """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
@@ -101,7 +92,7 @@ def failure_recorded(config: Config, times: Times) -> Iterator[None]:
             with suppress(Exception):  # the disk may be full or gone
                 events = Events(config.run_dir)
                 if past := events.read():  # else it was not yet known that the folder is the run's
-                    facts = {"code": CODES.get(type(error)), "error": f"{type(error).__name__}: {first_line(error)}"}
+                    facts = {"code": own_code(error), "error": f"{type(error).__name__}: {first_line(error)}"}
                     events.add("stop", saved_up_to(past), **facts, seconds=times.so_far())
         raise
 

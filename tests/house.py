@@ -15,12 +15,12 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_481,
+    "lines outside tests": 19_480,
     "lines of tests": 15_300,
     "lines of train.py": 148,
     "names that train.py imports": 30,
     "modules that train.py needs": 51,
-    "lines that train.py needs": 10_376,
+    "lines that train.py needs": 10_375,
     "options on the command line": 70,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")
