@@ -32,17 +32,21 @@ fi
 python=.venv/bin/python
 [ -x "$python" ] || python=python # in the image
 
-say() { echo "--- $(date -u +%FT%TZ) $*"; }
+# Below, nothing is read by $(...): bash loses a signal that arrives while it starts one.
+say() { TZ=UTC printf -- '--- %(%FT%TZ)T %s\n' -1 "$*"; }
 
-newest_checkpoint() { # its step, -1 without one
-    { echo -1; find "$run_dir/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' 2> /dev/null; } |
-        sort -n | tail -n 1
+find_newest_checkpoint() { # into `newest`: its step, -1 without one
+    newest=-1
+    for folder in "$run_dir"/checkpoints/*; do
+        step=${folder##*/}
+        [[ $step =~ ^[0-9]+$ ]] && [ "$step" -gt "$newest" ] && newest=$step
+    done
 }
 
 made_progress() {
     case $run_dir in
         *://*) [ $((SECONDS - began)) -ge "${PROGRESS_SECONDS:-1800}" ] ;;
-        *) [ "$(newest_checkpoint)" -gt "$before" ] ;;
+        *) find_newest_checkpoint; [ "$newest" -gt "$before" ] ;;
     esac
 }
 
@@ -64,10 +68,11 @@ trap 'forward INT' INT
 fruitless=0
 while true; do
     began=$SECONDS
-    before=$(newest_checkpoint)
+    find_newest_checkpoint
+    before=$newest
     left=0 # no limit, for `timeout`
     if [ -n "$deadline" ]; then
-        left=$((deadline - $(date +%s)))
+        left=$((deadline - EPOCHSECONDS))
         if [ "$left" -le 0 ]; then
             say "the deadline is reached"
             exit 124
