@@ -13,7 +13,6 @@ from configs.command_line import parse_arguments
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from data.dataset_folder import read_record
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,7 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
     if arguments.tokenizer and arguments.vocab_size != Preparation.vocab_size:
-        size = load_tokenizer(arguments.tokenizer).vocab_size
-        if size != arguments.vocab_size:
-            has = f"--tokenizer={arguments.tokenizer} has {size:,} tokens"
-            raise UserError(
-                f"--vocab_size={arguments.vocab_size} is for a tokenizer that is trained here; {has}: leave one out"
-            )
+        raise UserError("--vocab_size is for a tokenizer that is trained here: leave it or --tokenizer out")
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, arguments.workers)
     facts = read_record(out)

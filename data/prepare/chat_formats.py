@@ -9,6 +9,7 @@ from data.conversation import Message
 
 Row = dict[str, Any]
 MESSAGES = "messages"  # the default name of the messages' own column
+OTHERWISE = "data.prepare's --text_column names another, and its --conversations reads messages"  # than `text`
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -71,19 +72,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Row], list[Message]]]] = {
 ALSO = ("input", "context")  # columns that a row may have besides
 
 
-def format_of(columns: Collection[str], column: str) -> str:
-    """Return the name of the format with these columns; "" if there is none, if the messages' own column is there, or
-    if another one than `MESSAGES` is asked for."""
-    if column != MESSAGES or column in columns:
-        return ""
+def format_of(columns: Collection[str]) -> str:
+    """Return the name of the format with these columns; "" if there is none."""
     return next((name for name, (needed, _) in FORMATS.items() if set(needed) <= set(columns)), "")
 
 
-def messages_in(row: Row, column: str) -> list[Message]:
+def messages_in(row: Row) -> list[Message]:
     """Return the messages of a row without the messages' own column. Raise ValueError if it is of none of the formats,
     or has other values."""
-    name = format_of(row, column)
-    if not name:
+    if not (name := format_of(row)):
         raise ValueError(unknown(row))
     needed, convert = FORMATS[name]
     try:

@@ -116,6 +116,7 @@ def _of_function(node: Function, owner: str, module: str) -> list[Turn]:
     names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     names += [one.arg for one in arguments.kwonlyargs]
     names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+    count = NUMBERS[len(names)] if len(names) < len(NUMBERS) else str(len(names))
     defaults = [*zip(positional[::-1], arguments.defaults[::-1]), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
     return [
         (ABOUT, _summary(docstring)),
@@ -125,7 +126,7 @@ def _of_function(node: Function, owner: str, module: str) -> list[Turn]:
             _signature(node, node.name, is_method),
         ),
         ("Which parameters does it have?|Name its parameters.|What does it take?", _listed(names)),
-        ("How many parameters does it have?|How many parameters?", f"{_counted(len(names))}."),
+        ("How many parameters does it have?|How many parameters?", f"{count}."),
         ("Is it a function or a method?|Is it a method or a function?", "A method." if is_method else "A function."),
         ("Is it a coroutine?|Must I await it?", "Yes." if isinstance(node, ast.AsyncFunctionDef) else "No."),
         (PLACE, module),
@@ -172,10 +173,6 @@ def _functions(node: ast.Module | ast.ClassDef) -> list[Function]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "None."
-
-
-def _counted(number: int) -> str:
-    return NUMBERS[number] if number < len(NUMBERS) else str(number)
 
 
 def _draw(name: str, what: str, choices: int) -> int:

@@ -13,13 +13,12 @@ import pyarrow
 from configs.files import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
-from data.prepare.chat_formats import MESSAGES, as_messages, format_of, messages_in
+from data.prepare.chat_formats import OTHERWISE, as_messages, format_of, messages_in
 from data.prepare.chat_stdlib import conversations_of
 from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, array, chunks, lines, rows
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
-WINDOW = "; its zstd window is above 128 MB: compress it again, with at most --long=27"
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file
 EMPTY = "empty"  # the only problem that never stops a preparation
 GREETING = "with an answer before the first question, which alone is left out"
@@ -62,9 +61,6 @@ class Corpus:
         with both lost only a part. Raise as `documents` does."""
         try:
             for number, content in self._contents(file, start, stop):
-                if not content and file.ends_with(*LINE_SUFFIXES):
-                    yield number, "", ""
-                    continue
                 text, problem = self._text_of(file, content)
                 if problem and not text and problem != EMPTY and self.on_error == "stop":
                     name = self.name(file, self.numbers_before(file, start) + number)
@@ -75,10 +71,7 @@ class Corpus:
         except UNREADABLE as error:
             # pyarrow's errors of damaged content have no number.
             lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
-            advice = WINDOW * ("requires too much memory" in str(error))
-            raise (StorageLost if lost else UserError)(
-                f"{file.url}: cannot be read to its end: {error}{advice}"
-            ) from error
+            raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
 
     def chat_format(self) -> str:
         """Return the format of the first conversation; "" if it is a list of messages, or cannot be read."""
@@ -86,7 +79,7 @@ class Corpus:
             record = json.loads(next(self._contents(self.files[0], 0, None))[1])
         except (*UNREADABLE, ValueError, RecursionError, StopIteration):
             return ""  # the preparation reports it at its place
-        return format_of(record, self.text_column) if isinstance(record, dict) else ""
+        return format_of(record) if isinstance(record, dict) and self.text_column not in record else ""
 
     def texts(self, document: str) -> list[str]:
         """Return the texts in a document: of a conversation, the texts of its messages."""
@@ -94,8 +87,6 @@ class Corpus:
 
     def name(self, file: SourceFile, number: int) -> str:
         """Return the name of the document of this number, from 1, of a file."""
-        if self._is_code(file):
-            return f"{file.name} conversation {number}"
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
         if not (self.conversations or file.ends_with(*TABLE_SUFFIXES)):
@@ -113,10 +104,6 @@ class Corpus:
         """Return whether a span of the file can be read without the text before it."""
         return file.ends_with(".jsonl", ".parquet") or self._is_cut(file)
 
-    def _is_code(self, file: SourceFile) -> bool:
-        """Return whether conversations are made of the file."""
-        return self.conversations and file.ends_with(".py")
-
     def _is_cut(self, file: SourceFile) -> bool:
         is_text = not (file.ends_with(*TABLE_SUFFIXES) or self.conversations)
         return is_text and (len(self.files) == 1 or file.size > CUT_BYTES)
@@ -128,7 +115,7 @@ class Corpus:
                 yield from rows(file, opened, self.text_column, start, stop, self.conversations)
             elif file.ends_with(*LINE_SUFFIXES):
                 yield from lines(file, opened, start, stop)
-            elif self._is_code(file):
+            elif self.conversations and file.ends_with(".py"):
                 module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 made = conversations_of(opened.read().decode(errors="replace"), module)
                 yield from enumerate((json.dumps(conversation).encode() for conversation in made), 1)
@@ -142,40 +129,37 @@ class Corpus:
     def _text_of(self, file: SourceFile, content: bytes) -> tuple[str, str]:
         """Return a document's text, without a byte-order mark, and why there is none, or not all of it."""
         problem = ""
+        if not content and file.ends_with(*LINE_SUFFIXES):
+            return "", ""
         try:
-            # JSON may contain surrogates.
-            text = content.decode("utf-8-sig", "surrogatepass")
+            text = content.decode("utf-8-sig")
             if 4 * text.count("\0") > len(text):  # without a mark, ASCII in UTF-16 is also UTF-8
                 return "", UTF_16
             if self.conversations:
                 text, problem = self._conversation_of(text)
             elif file.ends_with(*LINE_SUFFIXES):
-                text = self._text_of_record(text)
+                record = json.loads(text)
+                text = record.get(self.text_column) if isinstance(record, dict) else None
+                if not isinstance(text, str):
+                    return "", f"no text under {self.text_column!r}; {OTHERWISE}"
+            text = text.removeprefix("\ufeff")
             text.encode()
         except UnicodeDecodeError:
             return "", UTF_16 if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "not UTF-8"
         except UnicodeEncodeError:
             return "", "invalid Unicode (a lone surrogate)"
         except (json.JSONDecodeError, RecursionError):  # the latter for deep nesting
-            return "", "not JSON" + ": a NUL is in it" * (b"\0" in content)
+            return "", "not JSON"
         except ValueError as error:
             return "", str(error)
         return text, problem if text else EMPTY
-
-    def _text_of_record(self, content: str) -> str:
-        """Return the text of a record of JSON. Raise ValueError, with what is wrong."""
-        record = json.loads(content, parse_int=float)  # Python would refuse an int of more than 4,300 digits
-        text = record.get(self.text_column) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f"no text under {self.text_column!r}{_advice(record)}")
-        return text.removeprefix("\ufeff")
 
     def _conversation_of(self, content: str) -> tuple[str, str]:
         """Return the conversation of a record of JSON, and what was left out of it. Raise ValueError, with what is
         wrong."""
         record = json.loads(content)
         if isinstance(record, dict):
-            record = record[self.text_column] if self.text_column in record else messages_in(record, self.text_column)
+            record = record[self.text_column] if self.text_column in record else messages_in(record)
         if not isinstance(record, list):
             raise ValueError("no list of messages")
         messages = as_messages(record)
@@ -185,36 +169,23 @@ class Corpus:
         return document_of(messages[:at] + messages[at + 1 :] if is_greeted else messages), GREETING * is_greeted
 
 
-def _advice(record: object) -> str:
-    """Return what to do about a record without text."""
-    texts = [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-    if isinstance(record, dict) and ("messages" in record or format_of(record, MESSAGES)):
-        return "; conversations need data.prepare's --conversations"
-    return f"; data.prepare's --text_column names another key: {', '.join(texts[:8])}" if texts else ""
-
-
 def open_source(file: SourceFile) -> io.BufferedReader:
     """Open a local file, or one of the hub, whose interrupted download is resumed."""
-    return open(_downloaded(file.url) if file.url.startswith("hf:") else file.url, "rb")
+    if not file.url.startswith("hf:"):
+        return open(file.url, "rb")
+    from huggingface_hub import hf_hub_download  # half a second to import
 
-
-def _downloaded(url: str) -> str:
-    from huggingface_hub import hf_hub_download
-
-    repository, _, rest = url.removeprefix("hf:").partition("@")
+    repository, _, rest = file.url.removeprefix("hf:").partition("@")
     revision, _, name = rest.partition(":")
-    return ask(
-        url,
-        lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision),
-        lambda error: f"{name} of {repository} was not downloaded ({error}); the same command continues",
-    )
+    download = lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision)
+    return open(ask(file.url, download), "rb")
 
 
-def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) -> Any:
-    """Return a server's answer. Raise StorageLost if it does not answer, and UserError with `refusal` if it refuses."""
+def ask(what: str, ask: Callable[[], Any]) -> Any:
+    """Return the hub's answer. Raise StorageLost if it does not answer, and UserError if it refuses."""
     try:
         return with_retries(what, ask)
     except StorageLost:
         raise
     except Exception as error:
-        raise UserError(refusal(error)) from error
+        raise UserError(f"{what}: the hub refuses this: {error}") from error

@@ -10,35 +10,32 @@ import re
 import numpy as np
 import tiktoken
 from jaxtyping import UInt32
-from tokenizers import models
 
 from data.conversation import render
-from data.tokenizer import TextTokenizer, byte_letters, byte_level, merged_from
+from data.tokenizer import TextTokenizer, byte_letters, convert_tiktoken
 
 TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
 
 
 class Encoder:
-    """Turns documents into tokens."""
+    """Turns documents into tokens: texts, or conversations as written by `document_of`."""
 
-    def __init__(self, tokenizer: TextTokenizer):
+    def __init__(self, tokenizer: TextTokenizer, conversations: bool = False):
         self.tokenizer = tokenizer
+        self.conversations = conversations
         self.fast = tiktoken_of(tokenizer)
 
-    def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
-        """Return the tokens of a text, without a BOS."""
+    def encode(self, document: str) -> UInt32[np.ndarray, "tokens"]:
+        """Return the tokens of a document, without the BOS."""
+        if not self.conversations:
+            return self._encode(document)
+        encode = lambda texts: (self._encode(text).tolist() for text in texts)
+        return np.array(render(self.tokenizer, json.loads(document), encode=encode)[1:], np.uint32)
+
+    def _encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
         if self.fast and not (len(text) >= 100_000 and TOO_LONG.search(text)):
             return self.fast.encode_to_numpy(text, disallowed_special=())
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
-
-
-class ConversationEncoder(Encoder):
-    """Turns conversations, as written by `document_of`, into tokens."""
-
-    def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
-        """Return the tokens of a conversation, without the BOS."""
-        encode = lambda texts: (super(ConversationEncoder, self).encode(one).tolist() for one in texts)
-        return np.array(render(self.tokenizer, json.loads(text), encode=encode)[1:], np.uint32)
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
@@ -46,29 +43,19 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
     expression.
 
     `tokenizers` joins pairs in the order of its list of merges. tiktoken joins any two tokens that together are a
-    token, the lowest id first. Both agree under two conditions: ids grow along the merges, and each token's bytes,
-    joined as in tiktoken, end as the pair of its merge. No token is ever split, so two neighbours that together are a
-    token were joined from its bytes alone, and are that pair.
+    token, the lowest id first. Both agree if the merges are those that `convert_tiktoken` finds from the tokens alone:
+    no token is ever split, so two neighbours that together are a token were joined from its bytes, and are that pair.
     """
     facts, special, letters = json.loads(tokenizer.library.to_str()), tokenizer.special_tokens, byte_letters()
     model = facts["model"]
     try:
         split = facts["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        plain = json.loads(byte_level(models.BPE(), split).to_str())
-        is_plain = all(facts[key] == plain[key] for key in ("normalizer", "pre_tokenizer"))
-        own = {key: model[key] for key in ("vocab", "merges", "ignore_merges")}
-        # `tokenizers` and tiktoken read `{1,3}+` in different ways.
-        if not is_plain or model != plain["model"] | own or re.search(r"\d}\+", split):
-            return None
-        spelled = lambda word: bytes(letters[letter] for letter in word)
-        ranks = {spelled(token): i for token, i in model["vocab"].items() if token not in special}
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        merges = [(spelled(a), spelled(b)) for a, b in pairs]
-    except (TypeError, LookupError, ValueError):  # other steps, or not written as bytes
+        words = {bytes(letters[one] for one in word): i for word, i in model["vocab"].items() if word not in special}
+        converted = json.loads(convert_tiktoken(words, split, special).library.to_str())
+    except Exception:  # other steps, or not written as bytes; the library has no exception type of its own
         return None
-    order = [ranks.get(a + b, -1) for a, b in merges]
-    whole = all(bytes([i]) in ranks for i in range(256)) and len(merges) == len(ranks) - 256
-    whole = whole and len(special) == len(facts["added_tokens"])
-    if not whole or order != sorted(set(order)) or any(merged_from(a + b, ranks) != [a, b] for a, b in merges):
+    converted["model"] |= {key: model.get(key) for key in ("vocab", "ignore_merges")}
+    is_same = all(facts[key] == converted[key] for key in ("normalizer", "pre_tokenizer", "model"))
+    if not is_same or len(special) < len(facts["added_tokens"]) or not all(bytes([i]) in words for i in range(256)):
         return None
-    return tiktoken.Encoding("of tokenizer.json", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding("of tokenizer.json", pat_str=split, mergeable_ranks=words, special_tokens=special)

@@ -4,7 +4,6 @@ import glob
 import hashlib
 import os
 import re
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from data.prepare.source_files import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 CHAT_SUFFIXES = (".json",)  # one array of conversations
+INSTALLED = ("site-packages", "dist-packages")  # folders of a library that are not its own
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of published splits that are held out
-SHOWN = 8  # most extensions of files that are left out, in a message
 
 
 def find_corpus(
@@ -36,20 +35,15 @@ def find_corpus(
     conversations: bool = False,
     exclude: Sequence[str] = (),
 ) -> Corpus:
-    """Return the files of `source`: `stdlib`, `chat-stdlib`, a file, a folder, a glob, or
-    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`; or of several files, folders and globs. A
-    path that exists is not a glob, whatever its letters. Leave out what matches a pattern of `exclude`. Raise UserError
-    if there are no files, and if one of them or a folder cannot be read: with `on_error="skip"` it is only reported."""
-    extensions = tuple(one.strip().lower() for one in text_extensions.split(",") if one.strip())
-    if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
-        raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
+    """Return the files of `source`, as `Preparation` describes it and its patterns `exclude`. `revision` is the hub's,
+    unless the source has one. A path that exists is not a glob, whatever its letters. Raise UserError if there are no
+    files, and if a folder cannot be read."""
+    extensions = tuple(f".{one.strip(' .').lower()}" for one in text_extensions.split(",") if one.strip(" ."))
     sources = [source] if isinstance(source, str) else list(source)
     named = " ".join(sources)
     library, is_hub = named in LIBRARY, named.startswith("hf:")
     if len(sources) > 1 and any(one in LIBRARY or one.startswith("hf:") for one in sources):
         raise UserError(f"--source {named}: several sources are files, folders and globs on this machine")
-    if conversations and named == "stdlib":
-        raise UserError(f"the source stdlib is text; {CHAT_STDLIB} is conversations made of it")
     conversations = conversations or named == CHAT_STDLIB
     text_column = text_column or (MESSAGES if conversations else "text")
     suffixes = (*(CHAT_SUFFIXES if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
@@ -58,11 +52,11 @@ def find_corpus(
     listed: list[SourceFile] = []
     notes: list[str] = []
     for one in sources:
-        found, hidden = (_hub_files(one, revision), []) if is_hub else _local_files(one, suffixes, on_error)
+        found, hidden = (_hub_files(one, revision), []) if is_hub else _local_files(one)
         alone = [PurePath(other).name for other in sources].count(PurePath(one).name) == 1
         name = PurePath(one).name if alone else one.strip("/")
         listed += [replace(file, name=f"{name}/{file.name}") for file in found] if sources[1:] else found
-        notes += [f"{len(hidden):,} hidden ({hidden[0]} ...)"] if hidden and not library else []
+        notes += [f"{len(hidden):,} hidden or linked to nothing ({hidden[0]} ...)"] if hidden and not library else []
         if not any(file.ends_with(*suffixes) for file in found):
             kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
             raise UserError(
@@ -71,14 +65,13 @@ def find_corpus(
                 f"{', '.join(suffixes)} on this machine"
             )
     listed = list({file.url: file for file in listed}.values())  # sources may overlap
-    for pattern in exclude:
-        kept = [file for file in listed if not _matches(file.name, pattern)]
-        notes.append(f"{len(listed) - len(kept):,} by --exclude={pattern}")
-        listed = kept
-    if is_hub and any(file.ends_with(*TABLE_SUFFIXES) for file in listed):
+    names = {file: (file.name, *PurePath(file.name).parts) for file in listed}
+    kept = [file for file in listed if not any(fnmatchcase(one, pattern) for pattern in exclude for one in names[file])]
+    notes += [f"{len(listed) - len(kept):,} by --exclude"] if exclude else []
+    if is_hub and any(file.ends_with(*TABLE_SUFFIXES) for file in kept):
         suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
-    files = [file for file in listed if file.ends_with(*suffixes)]
-    left_out = "" if library else _described([file for file in listed if not file.ends_with(*suffixes)], notes)
+    files = [file for file in kept if file.ends_with(*suffixes)]
+    left_out = "" if library else _described([file for file in kept if not file.ends_with(*suffixes)], notes)
     if not files:
         raise UserError(f"{named}: no file is left{left_out}")
     version = _version(files)
@@ -86,11 +79,6 @@ def find_corpus(
         commit = files[0].url.partition("@")[2].partition(":")[0]
         version = f"{commit}/{named.removeprefix('hf:').partition(':')[2]}"
     return Corpus(named, files, version, text_column, on_error, left_out, conversations)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern is for a file's path below the source, or for a folder or file in that path."""
-    return any(fnmatchcase(one, pattern) for one in (name, *PurePath(name).parts))
 
 
 def hold_out(corpus: Corpus) -> Corpus:
@@ -103,11 +91,9 @@ def hold_out(corpus: Corpus) -> Corpus:
     if len(named) + len(tests) == len(corpus.files):
         return corpus
     if tests:
-        path = PurePath(tests[0].name)
-        pattern = re.sub("[0-9]+", "*", path.name) if path.name.lower().startswith("test") else path.parent.name
         raise UserError(
-            f"{corpus.source}: {len(tests)} file(s) of a test split, {path} the first: they must not be trained on; "
-            f"leave them out: --exclude='{pattern}'"
+            f"{corpus.source}: {len(tests)} file(s) of a test split, {tests[0].name} the first: they must not be "
+            "trained on; leave them out: --exclude='[Tt]est*'"
         )
     others = [file for file in corpus.files if file not in named]
     return replace(corpus, files=[*(replace(file, held_out=True) for file in named), *others])
@@ -128,8 +114,7 @@ def _split(file: SourceFile, conversations: bool) -> str:
 def _described(left: list[SourceFile], notes: list[str]) -> str:
     """Return a text on what is left out: files by extension, and then `notes`."""
     counts = Counter(PurePath(file.name.lower()).suffix for file in left).most_common()
-    described = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:SHOWN]]
-    described += ["others"] * (len(counts) > SHOWN) + notes
+    described = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts] + notes
     return f"; left out: {', '.join(described)} (data.prepare takes --text_extensions)" if described else ""
 
 
@@ -140,57 +125,52 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
         raise UserError(f"{source}: not a glob: {error}") from error
 
 
-def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> tuple[list[SourceFile], list[str]]:
-    """Return the files of a path, or of a glob below the longest part of it that exists literally, and the hidden files
-    and folders below, which are left out: a name begins with a dot that the glob does not have. Raise UserError for
-    folders, and files with one of the suffixes, that cannot be read; or, with `on_error="skip"`, report them."""
-    library = source in LIBRARY
-    location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source)
+def _local_files(source: str) -> tuple[list[SourceFile], list[str]]:
+    """Return the files of a path, or of a glob below the longest part of it that exists literally, and the names that
+    are left out: hidden files and folders, and links that lead nowhere. Raise UserError for a folder that cannot be
+    read."""
+    location = sysconfig.get_path("stdlib") if source in LIBRARY else os.path.expanduser(source)
     root, pattern = Path(os.path.abspath(location)), []
     while glob.has_magic(str(root)) and not os.path.lexists(root):
         root, pattern = root.parent, [root.name, *pattern]
     if not location or not os.path.lexists(root):
         return [], []
-    matches, is_dotted = _compiled(source, "/".join(pattern)), any(one.startswith(".") for one in pattern)
-    hidden: list[str] = []
-
-    def fail(path: str, why: str | None) -> None:
-        problem = f"{source}: {path} cannot be read: {why}"
-        if on_error == "stop":
-            raise UserError(f"{problem}; correct that, or skip such files: --on_error=skip")
-        print(problem, file=sys.stderr)
-
-    paths = [str(root)]
-    if root.is_dir():
-        paths = []
-        top, behind_links = os.path.realpath(root), set()
-        walk = os.walk(root, onerror=lambda error: fail(error.filename, error.strerror), followlinks=True)
-        for folder, folders, files in walk:
-            real = os.path.realpath(folder)
-            if real != os.path.normpath(os.path.join(top, os.path.relpath(folder, root))):
-                if f"{real}/".startswith(f"{top}/") or real in behind_links:  # it is read under its own name, or again
-                    folders.clear()
-                    continue
-                behind_links.add(real)
-            folders.sort()
-            if library:
-                folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
-            if not is_dotted:
-                hidden += sorted(name for name in (*folders, *files) if name.startswith("."))
-                folders[:] = [name for name in folders if not name.startswith(".")]
-                files = [name for name in files if not name.startswith(".")]
-            paths += [os.path.join(folder, name) for name in files]
+    matches = _compiled(source, "/".join(pattern))
+    paths, left_out = _walk(root, INSTALLED if source in LIBRARY else ())
     listed = []
     for path in sorted(paths):
         name = path.removeprefix(str(root)).lstrip("/") or root.name
         if pattern and not matches.match(name):
             continue
-        if name.lower().endswith(suffixes) and not os.access(path, os.R_OK):
-            fail(path, "no permission to read it, or a link that leads nowhere")
-        elif os.path.isfile(path):
+        if os.path.isfile(path):
             status = os.stat(path)
             listed.append(SourceFile(name, path, status.st_size, changed=status.st_mtime))
-    return listed, hidden
+        else:
+            left_out.append(name)
+    return listed, left_out
+
+
+def _walk(root: Path, skipped: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the paths of all files below a folder, or of a single file, and the hidden names that are left out. A
+    linked folder is read, unless it was read under another name."""
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}")
+
+    if not root.is_dir():
+        return [str(root)], []
+    paths, hidden, read, tops = [], [], set(), [str(root)]
+    for top in tops:
+        for folder, folders, files in os.walk(top, onerror=fail):
+            if os.path.realpath(folder) in read:
+                folders.clear()
+                continue
+            read.add(os.path.realpath(folder))
+            hidden += sorted(name for name in (*folders, *files) if name.startswith("."))
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+            tops += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
+            paths += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+    return paths, hidden
 
 
 def _version(files: list[SourceFile]) -> str:
@@ -204,11 +184,8 @@ def _hub_files(source: str, revision: str) -> list[SourceFile]:
 
     repository, _, folder = source.removeprefix("hf:").partition(":")
     repository, _, asked = repository.partition("@")
-    facts = ask(
-        source,
-        lambda: HfApi().dataset_info(repository, revision=asked or revision or None, files_metadata=True),
-        lambda error: f"{source}: the hub refuses this dataset: {error}",
-    )
+    of_commit = {"revision": asked or revision or None, "files_metadata": True}
+    facts = ask(source, lambda: HfApi().dataset_info(repository, **of_commit))
     within = _compiled(source, folder if glob.has_magic(folder) else f"{folder}/**" if folder else "**")
     chosen = [file for file in facts.siblings or [] if within.match(file.rfilename)]
     url = f"hf:{repository}@{facts.sha}:"

@@ -1,14 +1,23 @@
-"""The tasks of a preparation: each reads some spans of the source's files, and makes shards of their documents.
+"""The tasks of a preparation: each reads some spans of the source's files, and makes shards of their documents. Tasks
+run in processes, in any order. The dataset takes their shards in the source's order.
 
 Spans are chosen by size alone, so the shards do not depend on the processes that make them.
 """
 
 import hashlib
 import json
+import multiprocessing
+import os
+import shutil
+import signal
 import tempfile
+import threading
+import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -19,9 +28,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from configs.files import write_whole
+from configs.messages import progress
+from configs.schema import UserError
 from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
-from data.prepare.encoding import ConversationEncoder, Encoder
+from data.prepare.encoding import Encoder
 from data.prepare.source_files import SourceFile
 from data.shards import token_type, write_shard
 from data.tokenizer import load_tokenizer
@@ -85,6 +96,99 @@ class Task:
                     problems[problem] += 1
                 if text:
                     yield text, span.file.held_out
+
+
+def write_record(folder: Path, facts: dict) -> None:
+    """Write a dataset's record atomically."""
+    write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
+
+
+def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:
+    """Make the missing shards of a dataset with `workers` processes. `facts` is the record: shards are added to it in
+    order. Raise the first failure, in the source's order, when everything before it is complete."""
+    shards = facts["shards"]
+    while shards and "until" not in shards[-1]:
+        shards.pop()  # from a task that lost a shard
+    start = tuple(shards[-1]["until"]) if shards else (0, 0)
+    if recipe.deduplicate:  # a shard depends on the documents of all tasks
+        tasks = _with_duplicates(make_tasks(recipe, corpus, files), workers)[start[0] :]
+    else:
+        tasks = make_tasks(recipe, corpus, files, start)
+    _work(encode_texts, tasks, workers, lambda made: _take(made, recipe.folder, facts))
+
+
+def _with_duplicates(tasks: list[Task], workers: int) -> list[Task]:
+    """Return the tasks, each with the duplicates among its documents: those whose hash an earlier document has. A task
+    ends at its number, not at a file. This takes about 80 bytes for each document."""
+    hashes: list[np.ndarray] = []
+    read = lambda made: hashes.append(np.fromfile(made, np.uint64).reshape(-1, HASH_BYTES // 8))
+    _work(hash_texts, tasks, workers, read)
+    every, ends = np.concatenate(hashes), np.cumsum([len(one) for one in hashes])
+    order = np.lexsort(every.T)  # stable: equal hashes stay in order
+    again = np.zeros(len(every), bool)
+    again[order[1:]] = (every[order[1:]] == every[order[:-1]]).all(axis=1)
+    parts = np.split(again, ends[:-1])
+    return [replace(task, end=(i, 0), duplicates=one) for i, (task, one) in enumerate(zip(tasks, parts), 1)]
+
+
+def _take(made: Path, folder: Path, facts: dict) -> None:
+    """Take a task's shards into the dataset's folder."""
+    shards = facts["shards"]
+    for entry in json.loads((made / "entries.json").read_bytes()):
+        sides = entry.keys() & {"train", "val"}
+        if shards and not sides:  # it has no document
+            shards[-1] |= entry | {"skipped": Counter(shards[-1]["skipped"]) + Counter(entry["skipped"])}
+            continue
+        for side in sides:
+            file = made / entry[side]["file"]
+            entry[side]["file"] = f"{side}_{len(shards):06d}.bin"
+            for suffix in (".starts.npy", ".blocks", ".bin"):
+                file.with_suffix(suffix).rename((folder / entry[side]["file"]).with_suffix(suffix))
+        shards.append(entry)
+    write_record(folder, facts)
+    shutil.rmtree(made)
+
+
+def _work(
+    make: Callable[[Task, Path], None], tasks: Sequence[Task], workers: int, take: Callable[[Path], None]
+) -> None:
+    """Call `make` for each task in up to `workers` processes, or in this one, and take what it makes in order. Raise
+    the first failure, once the outputs before it are taken."""
+    paths = [task.recipe.parts / f"{make.__name__}-{number}" for number, task in enumerate(tasks)]
+    count = min(workers, len(tasks))
+    context = multiprocessing.get_context("spawn")  # JAX and its threads may be in this process
+    pool = ProcessPoolExecutor(count, context, _start_worker, (os.getpid(),)) if count > 1 else None
+    try:
+        with progress(total=sum(task.size for task in tasks), unit="B", unit_scale=True, desc="preparing") as bar:
+            for task, path, _ in zip(tasks, paths, (pool.map if pool else map)(make, tasks, paths)):
+                take(path)
+                bar.update(task.size)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker was killed, as for want of memory, or crashed; the same command continues: with fewer "
+            "--workers it needs less memory"
+        ) from error
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(parent: int) -> None:
+    """Ignore Ctrl-C in a worker, and end it with the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """End this process within a second after its parent: an orphan would keep the dataset's lock."""
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def make_tasks(
@@ -172,7 +276,7 @@ def encode_texts(task: Task, out: Path) -> None:
 
 @cache
 def _encoder(folder: Path, sha256: str, conversations: bool) -> Encoder:
-    return (ConversationEncoder if conversations else Encoder)(load_tokenizer(folder))
+    return Encoder(load_tokenizer(folder), conversations)
 
 
 def _bounds(starts: Int[np.ndarray, "documents_and_1"], shard_tokens: int) -> Iterator[tuple[int, int]]:

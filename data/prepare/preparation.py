@@ -1,6 +1,5 @@
 """Preparation of a dataset folder: checking, resuming, and recording it in dataset.json."""
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -25,9 +24,8 @@ from data.dataset_folder import read_record
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
-from data.prepare.parts import Recipe
+from data.prepare.parts import Recipe, make_shards, write_record
 from data.prepare.selection import held_out_threshold, sampled_tokenizer
-from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -124,10 +122,9 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
     options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
     corpus = hold_out(find_corpus(settings.source, *options, settings.exclude))
-    made_from = asdict(settings) | {"version": corpus.version, "conversations": corpus.conversations}
+    options = {name: value for name, value in asdict(settings).items() if value or name != "exclude"}
+    made_from = options | {"version": corpus.version, "conversations": corpus.conversations}
     made_from = json.loads(json.dumps(made_from))  # as in the record
-    if not settings.exclude:
-        del made_from["exclude"]  # as in the records of versions without it
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
     facts = _continued(out, made_from)
@@ -163,10 +160,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text"}
             facts["tokenizer"] = {name: getattr(tokenizer, name) for name in ("sha256", "bos", "vocab_size")}
             write_record(out, facts)
-        sha256 = load_tokenizer(out / "tokenizer").sha256
-        if sha256 != facts["tokenizer"]["sha256"]:
-            raise UserError(f"{out}/tokenizer is not the first shards'; delete {out}")
-        recipe = Recipe(out, parts, sha256, facts["val_threshold"], settings.shard_tokens, settings.deduplicate)
+        sha256, threshold = facts["tokenizer"]["sha256"], facts["val_threshold"]
+        recipe = Recipe(out, parts, sha256, threshold, settings.shard_tokens, settings.deduplicate)
         make_shards(recipe, corpus, files, facts, workers)
         _complete(corpus, out, facts)
 
@@ -256,8 +251,6 @@ def _only_one(out: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"{out} is being prepared by another process: waiting for it", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
+        except OSError:
             print(f"{out} is on a disk without locks: only one process may prepare it", file=sys.stderr)
         yield

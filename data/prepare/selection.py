@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from tokenizers import models, pre_tokenizers, trainers
 
-from configs.schema import MIN_VOCAB_SIZE, UserError
+from configs.schema import UserError
 from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
@@ -29,11 +29,10 @@ def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: fl
             if lowest < val_fraction <= highest:
                 return val_fraction
     if lowest >= highest:
+        skipped = f" (the first that was skipped: {problem})" if problem else ""
         raise UserError(
-            f"{corpus.source}: {count} document(s) with text found there"
-            + f" (the first that was skipped: {problem})" * bool(problem)
-            + "; at least 2 different ones are needed, one to train on and one to hold out (a single file is cut every "
-            "16,000 bytes)"
+            f"{corpus.source}: {count} document(s) with text found there{skipped}; at least 2 different ones are "
+            "needed, one to train on and one to hold out (a single file is cut every 16,000 bytes)"
         )
     return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
 
@@ -45,11 +44,9 @@ def sampled_tokenizer(
     tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold), vocab_size)
     learned = tokenizer.vocab_size
     if learned < vocab_size:
-        options = f"--vocab_size={learned} (of train.py: --model.vocab_size={learned})"
-        smaller = f"use {options} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
         raise UserError(
-            f"a vocab_size of {vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
-            f"learned {learned} tokens; {smaller}{corpus.left_out}"
+            f"a vocab_size of {vocab_size} is more than the text of {corpus.source} can fill: use more text, or "
+            f"--vocab_size={learned} (of train.py: --model.vocab_size={learned}) or less{corpus.left_out}"
         )
     return tokenizer
 

@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import PurePath
 from typing import Any
 
@@ -17,17 +17,13 @@ import pyarrow
 import pyarrow.parquet
 
 from configs.schema import UserError
-from data.prepare.chat_formats import ALSO, FORMATS, MESSAGES, format_of, unknown
+from data.prepare.chat_formats import ALSO, FORMATS, OTHERWISE, format_of, unknown
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # Lines of JSON, as in C4 and Dolma. A .json has lines only if it is compressed.
 LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
 TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
-TEXTS = (
-    *(pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()),
-    *(pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()),
-)
 CHUNK_BYTES = 16_384
 BATCH_ROWS = 64  # rows of a table in memory at a time
 
@@ -56,9 +52,6 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
     """Yield the lines that start in the span, empty ones without content; all lines of a compressed file."""
     stream, at = opened, start
     if packed := COMPRESSIONS.get(PurePath(file.name.lower()).suffix):
-        if not opened.read(1):
-            raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
-        opened.seek(0)
         stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20)
     if start:
         stream.seek(start - 1)
@@ -74,21 +67,15 @@ def rows(
     file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the rows of a .parquet's groups that start in the span; those of conversations (`nested`) as JSON."""
-    try:
-        table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
-        columns = _columns(file, column, table.schema_arrow, nested)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
-        raise UserError(f"{file.url}: not a parquet file, or incomplete: {error}") from error
+    table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
+    columns = _columns(file, column, table.schema_arrow.names, nested)
     before = 0
     for i in range(table.num_row_groups):
-        group, read = table.metadata.row_group(i), 0
-        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong offset
-        if start <= place and (stop is None or place < stop):
-            for batch in table.iter_batches(BATCH_ROWS, [i], columns=columns):
-                yield from enumerate(_contents(batch, nested), before + read + 1)
-                read += batch.num_rows
-            if read != group.num_rows:
-                raise UserError(f"{file.url} is damaged: {read} rows, but its metadata has {group.num_rows}")
+        group = table.metadata.row_group(i)
+        place = min(group.column(0).data_page_offset, file.size - 1)  # a damaged file may have a wrong offset
+        if start <= max(place, 0) and (stop is None or place < stop):
+            contents = (_contents(batch, nested) for batch in table.iter_batches(BATCH_ROWS, [i], columns=columns))
+            yield from enumerate(chain.from_iterable(contents), before + 1)
         before += group.num_rows
 
 
@@ -100,34 +87,25 @@ def _contents(batch: pyarrow.RecordBatch, nested: bool) -> Iterator[bytes]:
     return (value.as_py() or b"" for value in batch.column(0).cast(pyarrow.large_binary()))
 
 
-def _columns(file: SourceFile, column: str, schema: pyarrow.Schema, nested: bool) -> list[str]:
-    """Return the columns to read. Raise UserError if there is no text, or, with `nested`, no conversation."""
-    if nested and column not in schema.names:
-        if not (name := format_of(schema.names, column)):
-            raise UserError(f"{file.url}: {unknown(schema.names)}")
-        return [*FORMATS[name][0], *(one for one in ALSO if one in schema.names)]
-    texts = [name for name, kind in zip(schema.names, schema.types) if _is_text(kind)]
-    if not nested and column not in texts:
-        is_known = MESSAGES in schema.names or format_of(schema.names, MESSAGES)
-        is_chat = "; conversations need data.prepare's --conversations" * bool(is_known)
-        found = f"data.prepare's --text_column names another: {', '.join(texts)}" if texts else "nor another"
-        raise UserError(f"{file.url} has no column {column!r} with text; {found}{is_chat}")
-    return [column]
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    """Return whether a column of this type contains text."""
-    return (kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind) in TEXTS
+def _columns(file: SourceFile, column: str, names: list[str], nested: bool) -> list[str]:
+    """Return the columns to read. Raise UserError if there is no such text, or, with `nested`, no conversation."""
+    if column in names:
+        return [column]
+    if not nested:
+        raise UserError(f"{file.url} has no column {column!r}, but {', '.join(names)}; {OTHERWISE}")
+    if name := format_of(names):
+        return [*FORMATS[name][0], *(one for one in ALSO if one in names)]
+    raise UserError(f"{file.url}: {unknown(names)}")
 
 
 def array(file: SourceFile, opened: Any) -> Iterator[tuple[int, bytes]]:
     """Yield the elements of a .json that is one array, as JSON."""
     try:
         elements = json.loads(opened.read().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file.url} is not JSON: {error}; one conversation a line: call it .jsonl") from error
+    except (ValueError, RecursionError):
+        elements = None
     if not isinstance(elements, list):
-        raise UserError(f"{file.url} is not an array of conversations; --exclude leaves it out")
+        raise UserError(f"{file.url} is no array of conversations; with one on each line, call it .jsonl")
     yield from enumerate((json.dumps(element).encode() for element in elements), 1)
 
 

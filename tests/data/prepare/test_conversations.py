@@ -116,12 +116,11 @@ def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", PLAIN)
     pq.write_table(pa.table({"messages": [[U, A]] * 9}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")
-    need = "conversations need data.prepare's --conversations"
+    need = "data.prepare's --text_column names another, and its --conversations reads messages"
     refused = {
         (lines, False): f"a.jsonl line 1: no text under 'text'; {need}",
-        (f"{tmp_path}/b.parquet", False): f"no column 'text' with text; nor another; {need}",
+        (f"{tmp_path}/b.parquet", False): f"no column 'text', but messages; {need}",
         (f"{tmp_path}/c.parquet", True): "no conversation in the columns text; known are messages; ",
-        ("stdlib", True): "stdlib is text; chat-stdlib is conversations made of it",
         (str(tmp_path / "*.txt"), True): r"\*.txt: nothing found there; give `chat-stdlib`, .* a glob of .json, .jsonl",
         (str(Path(__file__).parent), True): "no file of conversations found there; left out: .* give `chat-stdlib`",
     }
@@ -165,6 +164,6 @@ def test_chat_stdlib_is_prepared_in_the_cache_from_the_files_of_the_library(tmp_
     corpus = hold_out(find_corpus("chat-stdlib"))  # a module of tests is no published split
     names = [document.name for file in corpus.files for document in corpus.documents(file)]
     assert {name.partition(" ")[0] for name in names} == {"a.py", "b.py", "package/__init__.py", "package/c.py"}
-    assert "package/c.py conversation 2" in names and len(names) > 30
+    assert "package/c.py row 2" in names and len(names) > 30
     text = open_text(DataConfig("chat-stdlib", packing="whole"), 300, 256, 1, tmp_path / "cache")
     assert sum(text.train[0][i]["weights"].sum() for i in range(len(text.train[0]))) > 100

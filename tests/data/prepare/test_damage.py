@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -20,7 +18,7 @@ from data.dataset import Text, open_text
 from data.dataset_folder import read_record
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import load_tokenizer
-from tests.data.preparations import texts_of, write_files
+from tests.data.preparations import write_files
 
 SIZE = 270
 
@@ -50,36 +48,6 @@ def preparation(folder: Path, **options) -> Preparation:
 def opened(folder: Path, packing="best_fit", **options) -> Text:
     config = DataConfig(source=str(folder / "made"), packing=packing, **options)
     return open_text(config, SIZE, 16, 4, folder / "cache")
-
-
-# Tables.
-
-
-def write_table(path: Path, **columns: object) -> Path:
-    pq.write_table(pa.table(columns), path)
-    return path
-
-
-def test_a_column_without_text_is_refused_and_those_with_text_are_named(tmp_path):
-    for column in (pa.array([["a"], ["b"]]), pa.array([1.5, None]), pa.array([{"a": "x"}] * 2), pa.nulls(2)):
-        for other, advice in (({}, "nor another"), ({"body": pa.array(["a", "b"])}, ".* names another: body$")):
-            path = write_table(tmp_path / "x.parquet", text=column, **other)
-            with pytest.raises(UserError, match=rf"x\.parquet has no column 'text' with text; {advice}"):
-                texts_of(path)
-
-
-def test_every_kind_of_text_column_is_read(tmp_path):
-    values = pa.array(["one", "naïve", "one", None])
-    for column in (values, values.dictionary_encode(), *map(values.cast, (pa.binary(), pa.string_view()))):
-        assert texts_of(write_table(tmp_path / "x.parquet", text=column)) == ["one", "naïve", "one"]
-
-
-def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
-    path = write_table(tmp_path / "x.parquet", text=["words"] * 200)
-    batches = pq.ParquetFile.iter_batches
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda table, *a, **k: list(batches(table, *a, **k))[:-1])
-    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, but its metadata has 200"):
-        texts_of(path)
 
 
 # Dataset folders.
@@ -162,14 +130,6 @@ def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path,
     for name, says in (("busy", "is being prepared by another process"), ("lustre", "is on a disk without locks")):
         prepare(preparation(prepared), tmp_path / name)
         assert f"{tmp_path / name} {says}" in capfd.readouterr().err
-
-
-def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
-    (folder / "made" / "train_000001.bin").unlink()
-    path = folder / "made" / "tokenizer" / "tokenizer.json"
-    path.write_text(path.read_text().replace("{", "{ ", 1))
-    with pytest.raises(UserError, match="tokenizer is not the first shards"):
-        prepare(preparation(folder), folder / "made")
 
 
 def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -73,13 +72,12 @@ def test_the_processors_are_those_of_the_system_or_the_container_s_quota(monkeyp
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import data.prepare.parts
-import data.prepare.shard_layout as module
+import data.prepare.parts as module
 from data.prepare.preparation import Preparation, prepare
 
 write, calls = module.write_record, iter(range(99))
 module.write_record = lambda *given: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 3 else write(*given)
-data.prepare.parts.TASK_BYTES = 9_000, 9_000
+module.TASK_BYTES = 9_000, 9_000
 prepare(Preparation(**eval(sys.argv[1])), Path(sys.argv[2]), workers=2)
 """
 
@@ -94,7 +92,7 @@ def test_a_kill_of_the_command_changes_nothing(source, serial, tmp_path):
 
 
 def test_a_killed_worker_ends_the_command(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.prepare.shard_layout._start_worker", partial(os._exit, 1))
+    monkeypatch.setattr("data.prepare.parts._start_worker", os._exit)
     with pytest.raises(UserError, match="fewer --workers"):
         prepare(source, tmp_path / "out", workers=2)
 

@@ -137,9 +137,9 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
 def test_a_too_large_vocabulary_names_a_valid_size_and_claims_no_folder(tmp_path):
     files = {f"{i}.txt": f"hello hello world hello hello world {i}" for i in range(10)}
     settings = Preparation(source=write_files(tmp_path / "text", files | {"notes.rst": "words"}), val_fraction=0.3)
-    with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text; left out: 1 \.rst") as error:
+    with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text, .*; left out: 1 \.rst") as error:
         prepare(settings, tmp_path / "out")
-    size = re.search(r"use --vocab_size=(\d+) \(of train.py: --model.vocab_size=\1\) or less", str(error.value))
+    size = re.search(r"--vocab_size=(\d+) \(of train.py: --model.vocab_size=\1\) or less", str(error.value))
     assert size
     prepare(replace(settings, vocab_size=int(size[1])), tmp_path / "out")
     assert load_tokenizer(tmp_path / "out" / "tokenizer").vocab_size == int(size[1])

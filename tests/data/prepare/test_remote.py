@@ -39,9 +39,9 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serve /api/datasets/.../tree/... and /datasets/.../resolve/... with ranges."""
+    """Serve /api/datasets/... and /datasets/.../resolve/..."""
 
-    asked: ClassVar[list[tuple[str, str]]] = []
+    asked: ClassVar[list[str]] = []
     repositories: ClassVar[dict[str, dict[str, bytes]]] = {"owner/name": FILES}
 
     def log_message(self, *_):
@@ -54,46 +54,27 @@ class Hub(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool):
-        path, asked = self.path.split("?")[0], self.headers.get("Range", "bytes=0-")[6:].split("-")
-        start, stop = int(asked[0]), int(asked[1]) + 1 if asked[1] else None
+        path = self.path.split("?")[0]
         repository = "/".join(path.removeprefix("/api").split("/")[2:4])
         files, name = self.repositories.get(repository, {}), re.sub(rf".*/resolve/(main|{SHA})/", "", path)
-        if files and "/tree/" in path:
-            folder = path.partition("/tree/main")[2].strip("/")
-            recursive = "recursive=true" in self.path.lower()
-            below = [one.removeprefix(f"{folder}/").split("/") for one in files if one.startswith(f"{folder}/")]
-            ends = {"/".join(names[:end]) for names in below for end in range(1, len(names) + 1)}
-            shown = sorted(end for end in ends if recursive or "/" not in end)
-            listed = [self.entry(files, f"{folder}/{end}") for end in shown]
-            content, status, headers = json.dumps(listed).encode(), 200, {}
-        elif files and path.startswith("/api/datasets/"):
+        if files and path.startswith("/api/datasets/"):
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             facts = {"id": repository, "sha": SHA, "siblings": siblings}
             content, status, headers = json.dumps(facts).encode(), 200, {}
         elif name in files:
-            content, status = files[name][:stop], 206 if start or stop else 200
-            headers = {
-                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                "X-Repo-Commit": SHA,
-                "Accept-Ranges": "bytes",
-            }
-            if status == 206:
-                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(files[name])}"
+            content, status = files[name], 200
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA}
             if body:
-                self.asked.append((name, self.headers.get("Range", "")))
+                self.asked.append(name)
         else:
             content, status, headers = b"{}", 404, {"X-Error-Code": "RepoNotFound"}
         self.send_response(status)
         for header, value in headers.items():
             self.send_header(header, value)
-        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            self.wfile.write(content[start:])
-
-    def entry(self, files: dict[str, bytes], path: str) -> dict:
-        kind, content = ("file", files[path]) if path in files else ("directory", b"")
-        return {"type": kind, "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            self.wfile.write(content)
 
 
 @contextmanager
@@ -125,7 +106,7 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endp
     source = Preparation(source="hf:owner/name:sample/10BT", vocab_size=280, val_fraction=0.1)
     Hub.asked.clear()
     prepare(source, tmp_path / "out", max_files=1, workers=1)
-    assert {name for name, _ in Hub.asked} == {"sample/10BT/000.parquet"}
+    assert Hub.asked == ["sample/10BT/000.parquet"]
     prepare(source, tmp_path / "out", workers=1)
     facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
@@ -151,7 +132,7 @@ def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch):
     with pytest.raises(UserError, match="nothing found there"):
         find_corpus("hf:owner/name:sample/99BT")
     for source in ("hf:owner/missing", "hf:no name at all"):
-        with pytest.raises(UserError, match="the hub refuses this dataset"):
+        with pytest.raises(UserError, match=f"{source}: the hub refuses this"):
             find_corpus(source)
 
 
