@@ -294,7 +294,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         (
             "prepare",
             ["--source=text", "--out=nothing", "--tokenizer=untouched/tokenizer", "--vocab_size=400"],
-            "untouched/tokenizer has 300 tokens: leave one out",
+            "--vocab_size is for a tokenizer that is trained here",
         ),
         ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "is neither core nor chatcore"),
         ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),

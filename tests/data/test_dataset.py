@@ -78,14 +78,12 @@ def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
     assert text.tokenizer.vocab_size == SIZE
 
 
-@pytest.mark.parametrize(("planned", "writable"), [(1, True), (10**6, False)])
-def test_best_fit_counts_every_token_once_by_a_plan_that_is_stored(made, cache, monkeypatch, planned, writable):
-    """Store it with the data or in the cache, and make it once."""
-    monkeypatch.setattr(module, "PLANNED", planned)
-    if not writable:
-        (made / "plans").write_text("in the way")
+def test_best_fit_counts_every_token_once_by_a_plan_that_is_made_once_and_stored_in_the_cache(made, cache, monkeypatch):
+    """Make it from one shard at a time. The dataset's folder cannot be written."""
+    monkeypatch.setattr(module, "PLANNED", 1)
+    (made / "plans").write_text("in the way")
     opened(made, cache, packing="best_fit")
-    assert len(list(((made if writable else cache) / "plans").iterdir())) == 2
+    assert len(list((cache / "plans").iterdir())) == 2
     monkeypatch.setattr(module, "plan_rows", None)
     again = opened(made, cache, packing="best_fit")
     for part, (rows,) in (("train", again.train), ("val", again.val)):

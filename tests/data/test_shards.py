@@ -27,10 +27,10 @@ def llm_c_bytes(tokens: list[int], magic: int, version: int) -> bytes:
     return struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}{kind}", *tokens)
 
 
-@pytest.fixture(params=[60_000, 70_000])
-def shard(request, tmp_path: Path) -> Path:
-    """Write a shard with its sidecar, of uint16 or uint32."""
-    write_shard(tmp_path / "x.bin", TOKENS, np.array([60_000, 40_000]), request.param)
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """Write a shard with its sidecar."""
+    write_shard(tmp_path / "x.bin", TOKENS, np.array([60_000, 40_000]), 60_000)
     return tmp_path / "x.bin"
 
 
@@ -118,7 +118,7 @@ def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monk
     for i in range(8):
         write_shard(tmp_path / f"{i}.bin", np.full(2000, i), np.array([2000]), 300)
         shards.append(Shard(tmp_path / f"{i}.bin"))
-    numbers = np.random.default_rng(0).integers(0, len(shards), 3_000).tolist()
+    numbers = np.random.default_rng(0).integers(0, len(shards), 1_000).tolist()
     read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(read, numbers))

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, normalizers
 
 from configs.schema import UserError
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_letters, convert_tiktoken, load_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)
@@ -57,16 +57,8 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
 
 
 # An invented tiktoken encoding: the ranks from training on TEXTS, with GPT-2's kind of BOS at the end.
-def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
-    """Return the bytes of each token without the special ones, and its rank."""
-    prints = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in prints]  # GPT-2 writes them as letters from 256 on
-    byte = {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
-    vocab = tokenizer.library.get_vocab()
-    return {bytes(map(byte.get, name)): i - len(SPECIAL) for name, i in vocab.items() if name not in SPECIAL}
-
-
-RANKS = ranks_of(TOKENIZER)
+LETTERS, VOCAB = byte_letters(), TOKENIZER.library.get_vocab()
+RANKS = {bytes(map(LETTERS.get, name)): i - len(SPECIAL) for name, i in VOCAB.items() if name not in SPECIAL}
 ENCODING = tiktoken.Encoding("made_up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens={"<|endoftext|>": 319})
 CONVERTED = convert_tiktoken(RANKS, SPLIT, {"<|endoftext|>": 319})
 
