@@ -72,9 +72,7 @@ def test_the_commands_lead_from_nothing_to_an_export_that_chats(tmp_path, monkey
     ran, one = [], jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     with serving(Both) as endpoint:
-        ask(endpoint, monkeypatch)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        ask(endpoint, monkeypatch, tmp_path)
         for line in LINES:
             name, words = next(((name, line.removeprefix(name)) for name in MAINS if line.startswith(name)), ("", ""))
             if "tools.plan" in line:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import data.dataset_folder as module
 from configs.schema import DataConfig, UserError
-from data.dataset import absolute, open_text
+from data.dataset import absolute, join_source, open_text, read_source, split_source
 from data.dataset_folder import open_dataset
 from data.prepare.preparation import Preparation, prepare, prepare_raw
 from data.prepare.selection import train_tokenizer
@@ -68,6 +69,25 @@ def opened(folder: Path, cache: Path, length=16, rows=8, vocab_size=SIZE, **opti
 def counted(rows) -> list[int]:
     """Return the targets that count, in the order of the rows."""
     return [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "shares"),
+    [
+        ("hf:a/b", ["hf:a/b"], [1]),
+        ("0.7:/a,0.3:/b c", ["/a", "/b c"], [0.7, 0.3]),
+        ("1:d,3:gs://b/c", ["d", "gs://b/c"], [0.25, 0.75]),
+    ],
+)
+def test_sources_and_shares(source, names, shares):
+    assert read_source(source) == (names, [Fraction(str(share)) for share in shares])
+    assert join_source(split_source(source)) == source
+
+
+@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a"])
+def test_an_invalid_source_is_refused_by_name(source):
+    with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
+        read_source(source)
 
 
 def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):

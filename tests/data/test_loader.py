@@ -3,6 +3,7 @@ from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from data.tokenizer import CHAT_TOKENS
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
+PARTS = (83, 60, 47)  # rows of a mixture's sources
 ROWS = StreamRows(TokenStream([np.arange(37 * LENGTH + 1)]), LENGTH)  # row i has inputs 4i .. 4i + 3
 SHAPE = (3, 8, LENGTH)
 
@@ -78,6 +80,34 @@ def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
     for step in (0, 1, 5):
         assert row_numbers(steps[step]).ravel().tolist() == expected[24 * step : 24 * (step + 1)].tolist()
         assert row_numbers(steps[step]).shape == shape
+
+
+@pytest.mark.parametrize("shares", [("1",), ("0.5", "0.001", "0.499"), ("5/7", "1/7", "1/7")])
+def test_rows_are_those_that_grain_mixes_and_shares_are_exact(shares):
+    parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
+    mixed = grain.MapDataset.mix(parts, [float(Fraction(share)) for share in shares])
+    mixture = Mixture(list(map(Fraction, shares)))
+    rows = [mixture[n] for n in range(2000)]
+    assert rows == [mixed[n] for n in range(2000)]
+    assert all(mixture[n] == mixed[n] for n in (999_999, 1_000_000))
+    assert mixture.counts(7 * 10**9) == tuple(7 * 10**9 * Fraction(share) for share in shares)
+    assert mixture.counts(1234) == tuple(sum(part == i for part, _ in rows[:1234]) for i in range(len(shares)))
+
+
+def test_rows_are_one_sequence_s_for_any_size_of_a_step():
+    """Take steps of 10 rows, then of 30 from row 90 on."""
+    rows = [
+        StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate(PARTS)
+    ]
+    mixture = {"rows": rows, "weights": [0.6, 0.1, 0.3]}
+    expected = list(step_batches(3, (1, 400, LENGTH), **mixture).row_numbers(0))
+    batches = lambda width, first: step_batches(3, (1, width, LENGTH), first_row=first, **mixture)
+    small, large = batches(10, 0), batches(30, 90)
+    numbers = [*map(small.row_numbers, range(9)), *map(large.row_numbers, range(10))]
+    assert [row for rows in numbers for row in rows] == expected[:390]
+    assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
+    last = [row for part, row in expected if part == 2]  # epochs of a source follow each other
+    assert sorted(last[:47]) == sorted(last[47:94]) == list(range(47)) and last[:47] != last[47:94]
 
 
 @kinds

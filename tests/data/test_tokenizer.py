@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 import tiktoken
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
 from configs.schema import UserError
+from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_letters, convert_tiktoken, load_tokenizer
 
@@ -61,12 +63,32 @@ LETTERS, VOCAB = byte_letters(), TOKENIZER.library.get_vocab()
 RANKS = {bytes(map(LETTERS.get, name)): i - len(SPECIAL) for name, i in VOCAB.items() if name not in SPECIAL}
 ENCODING = tiktoken.Encoding("made_up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens={"<|endoftext|>": 319})
 CONVERTED = convert_tiktoken(RANKS, SPLIT, {"<|endoftext|>": 319})
+WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "IT'S", "\n", "  ", "foo_bar();", "\t", "the", "😀", "\r\n\r\n"]
+ORDERED = train_tokenizer([" ".join(random.Random(0).choices(WORDS, k=2000))], 330)  # its merges are those of tiktoken
+ENCODERS = {tokenizer: Encoder(tokenizer) for tokenizer in (ORDERED, CONVERTED)}
 
 
-@settings(max_examples=50)
-@given(st.lists(st.one_of(texts, st.text("def tokens(x): \nreturn12, naïve", max_size=40)), min_size=1, max_size=4))
-def test_a_converted_tiktoken_encoding_encodes_as_tiktoken_does(documents):
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(texts, st.sampled_from(WORDS), st.text("def tokens(x): \nreturn12, naïve")), max_size=4))
+def test_a_preparation_tiktoken_and_tokenizers_give_the_same_tokens(documents):
+    documents = [*documents, "".join(documents)]
     assert CONVERTED.encode(documents) == [ENCODING.encode_ordinary(text) for text in documents]
+    for tokenizer, encoder in ENCODERS.items():
+        assert encoder.fast and [encoder.encode(text).tolist() for text in documents] == tokenizer.encode(documents)
+
+
+def test_a_preparation_encodes_blanks_that_tiktoken_cannot_take():
+    text = "a" + " " * 200_000 + "b"
+    assert ENCODERS[ORDERED].encode(text).tolist() == ORDERED.encode([text])[0]
+
+
+def test_tiktoken_is_not_used_if_a_tokenizer_joins_in_another_order_or_does_more():
+    facts = json.loads(ORDERED.json)
+    first, second, *others = facts["model"]["merges"]
+    other = {"merges": [second, first, *others]}, {"merges": [first, second]}, {"dropout": 0.1}
+    for change in ({"normalizer": {"type": "NFC"}}, *({"model": facts["model"] | one} for one in other)):
+        assert not tiktoken_of(TextTokenizer(json.dumps(facts | change)))
+    assert tiktoken_of(ORDERED) and not tiktoken_of(TOKENIZER)
 
 
 def test_three_digits_at_most_are_a_word_as_in_tiktoken():

@@ -105,6 +105,7 @@ def test_the_source_s_first_failure_is_reported_and_skipping_it_continues(source
     assert digests(tmp_path / "out") == digests(serial)
 
 
+@pytest.mark.medium
 def test_duplicates_are_left_out_and_counted_by_any_number_of_workers(source, serial, tmp_path):
     unique = replace(source, deduplicate=True)
     for name, workers in (("one", 1), ("two", 2)):

@@ -1,13 +1,17 @@
-"""Test text on the Hugging Face hub, with a small server for the part of its API that the client uses."""
+"""Test text on the Hugging Face hub, and the recipes of docs/data.md, with a small server for the part of the hub's API
+that the client uses."""
 
 import hashlib
 import io
 import json
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pyarrow as pa
@@ -15,10 +19,13 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi
 
+import data.prepare.__main__
 from configs.files import StorageLost
-from configs.schema import UserError
+from configs.schema import DataConfig, UserError
+from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
+from tests.data.preparations import facts_of
 
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
@@ -86,8 +93,10 @@ def serving(handler: type[Hub]) -> Iterator[str]:
     server.shutdown()
 
 
-def ask(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point the hub's client at `endpoint`."""
+def ask(endpoint: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Point the hub's client at `endpoint`, with a cache in a folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -100,9 +109,7 @@ def endpoint():
 
 
 def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endpoint, tmp_path, monkeypatch):
-    ask(endpoint, monkeypatch)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    ask(endpoint, monkeypatch, tmp_path)
     source = Preparation(source="hf:owner/name:sample/10BT", vocab_size=280, val_fraction=0.1)
     Hub.asked.clear()
     prepare(source, tmp_path / "out", max_files=1, workers=1)
@@ -116,8 +123,8 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endp
         prepare(source, tmp_path / "out", max_files=1)
 
 
-def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint, monkeypatch):
-    ask(endpoint, monkeypatch)
+def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint, tmp_path, monkeypatch):
+    ask(endpoint, monkeypatch, tmp_path)
     revisions, info = [], HfApi.dataset_info
     monkeypatch.setattr(HfApi, "dataset_info", lambda *a, revision, **k: revisions.append(revision) or info(*a, **k))
     corpus = find_corpus("hf:owner/name@v1.0:*/*BT/00[01]*", revision=SHA)
@@ -127,8 +134,8 @@ def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint
     assert revisions == ["v1.0", SHA] and "1 .md" in corpus.left_out + find_corpus("hf:owner/name").left_out
 
 
-def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch):
-    ask(endpoint, monkeypatch)
+def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, tmp_path, monkeypatch):
+    ask(endpoint, monkeypatch, tmp_path)
     with pytest.raises(UserError, match="nothing found there"):
         find_corpus("hf:owner/name:sample/99BT")
     for source in ("hf:owner/missing", "hf:no name at all"):
@@ -143,3 +150,78 @@ def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     with pytest.raises(StorageLost, match=r"hf:owner/name: .*refused"):
         find_corpus("hf:owner/name")
+
+
+# The recipes of docs/data.md.
+
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+RECIPES = re.findall(r"^python -m data\.prepare (--source=hf:.*)$", PAGE.partition("## Recipes")[2], re.MULTILINE)
+
+
+def text(i: int) -> str:
+    return f"Document {i} has some words of its own, {i * i} and {i**3}, and is \u2014 like the web \u2014 no ASCII."
+
+
+def parquet(first: int, compression: str) -> bytes:
+    """Return 20 rows in groups of 8, with another column next to the text."""
+    rows = {"url": ["http://a.b"] * 20, "text": [text(i) for i in range(first, first + 20)]}
+    content = io.BytesIO()
+    pq.write_table(pa.table(rows), content, compression=compression, row_group_size=8)
+    return content.getvalue()
+
+
+def zst(first: int) -> bytes:
+    lines = "".join(
+        json.dumps({"url": "http://a.b", "metadata": {"Content-Length": "61769"}, "text": text(i)}) + "\n"
+        for i in range(first, first + 20)
+    )
+    return pa.compress(lines.encode(), "zstd", asbytes=True)
+
+
+LOCAL = "global-shard_01_of_10/local-shard_0_of_10/shard_0000000{}_processed.jsonl.zst"
+
+
+class Laid(Hub):
+    """Serve each dataset with three files: the recipe takes two of them."""
+
+    repositories: ClassVar = {
+        "HuggingFaceFW/fineweb-edu": {
+            "data/CC-MAIN-2024-10/000_00000.parquet": parquet(900, "snappy"),
+            **{f"sample/10BT/00{i}_00000.parquet": parquet(20 * i, "snappy") for i in range(2)},
+        },
+        "karpathy/climbmix-400b-shuffle": {f"shard_0000{i}.parquet": parquet(20 * i, "zstd") for i in range(2)},
+        "mlfoundations/dclm-baseline-1.0": {
+            "global-shard_10_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst": zst(900),
+            **{LOCAL.format(i): zst(20 * i) for i in range(2)},
+        },
+        "Skylion007/openwebtext": {
+            f"plain_text/train-0000{i}-of-00080.parquet": parquet(20 * i, "snappy") for i in range(2)
+        },
+        "roneneldan/TinyStories": {
+            "data/train-00000-of-00004-2d5a1467fff1081b.parquet": parquet(0, "snappy"),
+            "data/validation-00000-of-00001-869c898b519ad725.parquet": parquet(20, "snappy"),
+            "TinyStoriesV2-GPT4-train.txt": b"Once upon a time\n<|endoftext|>\n",
+        },
+    }
+
+
+def test_every_dataset_has_a_recipe():
+    sources = [re.split("[: ]", recipe)[1] for recipe in RECIPES]
+    assert sources == list(Laid.repositories)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs(recipe, tmp_path, monkeypatch, capfd):
+    """Change only the output folder, and sizes that need more text."""
+    words = re.sub("--out=[^ ]+", f"--out={tmp_path}/out", recipe)
+    monkeypatch.setattr(sys, "argv", ["prepare", *shlex.split(words), "--vocab_size=280", "--val_fraction=0.2"])
+    with serving(Laid) as endpoint:
+        ask(endpoint, monkeypatch, tmp_path)
+        assert data.prepare.__main__.main() == 0
+    assert json.loads(capfd.readouterr().out)["train"] == facts_of(tmp_path / "out")["train"]
+    dataset = open_dataset(f"{tmp_path}/out", DataConfig(), 280, tmp_path / "cache")
+    texts = []
+    for part in ("train", "val"):
+        tokens = dataset.stream(part).read(0, 10**6).tolist()
+        texts += dataset.tokenizer.decode(tokens).split("Document ")[1:]
+    assert sorted(texts) == sorted(text(i).removeprefix("Document ") for i in range(40))
