@@ -9,7 +9,6 @@ import ast
 import copy
 import hashlib
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 
 from data.conversation import Message
@@ -33,8 +32,7 @@ def conversations_of(source_code: str, module: str) -> Iterator[list[Message]]:
     if TESTS & set(module.split(".")):
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # invalid escapes in the code's strings
-            tree = ast.parse(source_code)
+        tree = ast.parse(source_code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     if turns := _of_module(tree, module):

@@ -20,7 +20,7 @@ def main() -> None:
     os.dup2(2, 1)  # in a terminal, the training of a tokenizer prints an empty line from Rust
     try:
         result = prepare_raw(*pickle.load(sys.stdin.buffer))
-    except (UserError, StorageLost) as error:
+    except (UserError, StorageLost, OSError) as error:
         result = error
     except KeyboardInterrupt:  # the waiting command reports it
         sys.exit(1)
