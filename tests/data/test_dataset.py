@@ -161,6 +161,7 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
     assert len(set(prints)) == 4
 
 
+@pytest.mark.medium
 def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
     os.mkfifo(tmp_path / "stdin")

@@ -82,6 +82,7 @@ prepare(Preparation(**eval(sys.argv[1])), Path(sys.argv[2]), workers=2)
 """
 
 
+@pytest.mark.medium
 def test_a_kill_of_the_command_changes_nothing(source, serial, tmp_path):
     """Kill it when the fourth task's shards are in the folder and not yet in the record, while its workers encode."""
     words = [sys.executable, "-c", KILLED, repr(vars(source)), str(tmp_path / "out")]
