@@ -30,18 +30,22 @@ from tests.data.preparations import facts_of
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
 
-def shard(first: int) -> bytes:
-    """Return 99 rows."""
-    table = io.BytesIO()
-    texts = [f"row {i} with some words of its own {i * i}" for i in range(first, first + 99)]
-    pq.write_table(pa.table({"text": texts}), table)
-    return table.getvalue()
+def text(i: int) -> str:
+    return f"Document {i} has some words of its own, {i * i} and {i**3}, and is \u2014 like the web \u2014 no ASCII."
+
+
+def parquet(first: int, compression: str) -> bytes:
+    """Return 20 rows in groups of 8, with another column next to the text."""
+    rows = {"url": ["http://a.b"] * 20, "text": [text(i) for i in range(first, first + 20)]}
+    content = io.BytesIO()
+    pq.write_table(pa.table(rows), content, compression=compression, row_group_size=8)
+    return content.getvalue()
 
 
 FILES = {
     "README.md": b"no text to train on",
-    "other/000.parquet": shard(9000),
-    **{f"sample/10BT/{i:03d}.parquet": shard(100 * i) for i in range(3)},
+    "other/000.parquet": parquet(900, "snappy"),
+    **{f"sample/10BT/{i:03d}.parquet": parquet(20 * i, "snappy") for i in range(3)},
 }
 
 
@@ -117,7 +121,7 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_grows(endp
     prepare(source, tmp_path / "out", workers=1)
     facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
-    assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
+    assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 20
     assert len(Hub.asked) == 3  # no file twice
     with pytest.raises(UserError, match="3 files already"):
         prepare(source, tmp_path / "out", max_files=1)
@@ -156,18 +160,6 @@ def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 RECIPES = re.findall(r"^python -m data\.prepare (--source=hf:.*)$", PAGE.partition("## Recipes")[2], re.MULTILINE)
-
-
-def text(i: int) -> str:
-    return f"Document {i} has some words of its own, {i * i} and {i**3}, and is \u2014 like the web \u2014 no ASCII."
-
-
-def parquet(first: int, compression: str) -> bytes:
-    """Return 20 rows in groups of 8, with another column next to the text."""
-    rows = {"url": ["http://a.b"] * 20, "text": [text(i) for i in range(first, first + 20)]}
-    content = io.BytesIO()
-    pq.write_table(pa.table(rows), content, compression=compression, row_group_size=8)
-    return content.getvalue()
 
 
 def zst(first: int) -> bytes:
