@@ -52,6 +52,8 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
     """Yield the lines that start in the span, empty ones without content; all lines of a compressed file."""
     stream, at = opened, start
     if packed := COMPRESSIONS.get(PurePath(file.name.lower()).suffix):
+        if not file.size:
+            raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
         stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20)
     if start:
         stream.seek(start - 1)

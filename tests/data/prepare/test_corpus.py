@@ -142,11 +142,12 @@ def test_the_first_document_that_cannot_be_read_stops_or_all_are_skipped_each_wi
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("zst", zstd)])
-def test_a_compressed_file_that_is_cut_off_is_refused_and_named(tmp_path, suffix, pack):
+def test_a_compressed_file_that_is_empty_or_cut_off_is_refused_and_named(tmp_path, suffix, pack):
     content = pack("".join(jsonl({"text": hash_share(str(i))}) for i in range(3000)).encode())
-    write_files(tmp_path, {f"x.jsonl.{suffix}": content[: len(content) // 2]})
-    with pytest.raises(UserError, match=rf"x\.jsonl\.{suffix}: cannot be read to its end"):
-        texts(find_corpus(str(tmp_path), on_error="skip"))
+    for part in (b"", content[: len(content) // 2]):
+        write_files(tmp_path, {f"x.jsonl.{suffix}": part})
+        with pytest.raises(UserError, match=rf"x\.jsonl\.{suffix}: cannot be read to its end"):
+            texts(find_corpus(str(tmp_path), on_error="skip"))
 
 
 @pytest.mark.parametrize("column", [[["a"], ["b"]], [1.5, None], [{"a": "x"}] * 2, [1, 2]])
