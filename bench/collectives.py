@@ -10,8 +10,7 @@ it once a step.
 Bytes are a chip's payload, not the traffic of a ring: the result of an all-gather, the operand of any other collective
 (for a reduce-scatter, the tensor before it is scattered). The TPU compiler may turn reduce-scatters into all-reduces,
 and all-gathers into all-reduces of shares padded with zeros; type and bytes identify them. Cycles are the TPU
-compiler's estimate of its own scheduled work, without collectives, attention kernels and asynchronous copies. Other
-programs have the bytes that their instructions read and write in memory instead.
+compiler's estimate of its own scheduled work, without collectives, attention kernels and asynchronous copies.
 """
 
 import time
@@ -25,7 +24,7 @@ from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
 from model.gpt import parameter_counts
-from tools.programs.compiled import Collective, collectives, compile_step, estimated_cycles, traffic
+from tools.programs.compiled import Collective, collectives, compile_step, estimated_cycles
 from tools.programs.topologies import devices_of
 from training.build import build
 from training.mesh import sizes_of
@@ -75,8 +74,8 @@ def main() -> int:
     print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {sizes_of(mesh)}; compiled in {seconds:.0f} s")
     print(f"float32 reduced over data: {reduced:,} bytes; gradients: {gradients:,}")
     print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items()))
-    cycles = estimated_cycles(text)
-    print(f"estimated cycles: {cycles:,}" if cycles else f"read and written in memory: {traffic(text):,} bytes")
+    if cycles := estimated_cycles(text):
+        print(f"estimated cycles: {cycles:,}")
     wrong = [c for c in crossed if c.in_loop and "data" in c.axes]
     for c in wrong:
         print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each")

@@ -4,7 +4,7 @@ Each recipe is a config, maybe with options. Each trains once with every seed, o
 others are compared with the first one: the difference of a seed's two runs in bits per byte of held-out text, its mean
 over the seeds, Student's 95% interval, and a p-value that Holm's method corrects for the number of comparisons. The
 number of seeds is fixed before the runs: to stop at the first clear difference would find too many. The same command
-resumes. It prints a table, and writes compare.json, .md and .png.
+resumes. It prints a table, and writes compare.json and .md.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
 from configs.command_line import Exit, exit_code_of, parse, parse_arguments
-from configs.files import write_picture, write_whole
+from configs.files import write_whole
 from configs.schema import MEASURED, Config, FilePath, UserError, free_to_change, options
 from configs.validation import require_steps
 from hosts.runtime import ROOT, code_digest, versions
@@ -42,7 +41,7 @@ class Arguments:
     seeds: Annotated[int, Meta(ge=2, le=100)] = 3
     """Runs of each recipe, with the seeds 0, 1, ..."""
     out: FilePath = "runs/compare"
-    """A folder for the runs, compare.json, compare.md and compare.png."""
+    """A folder for the runs, compare.json and compare.md."""
 
 
 class Recipe(NamedTuple):
@@ -160,27 +159,6 @@ def as_table(comparisons: list[Comparison], corrected: list[float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(comparisons: list[Comparison], path: Path) -> None:
-    """Draw each comparison's interval and seeds."""
-    from matplotlib.figure import Figure  # a second to import
-
-    labels = [fill(of.recipe, 45, break_on_hyphens=False) for of in comparisons]
-    minus = fill(f"bits per byte, minus {comparisons[0].first}", 80, break_on_hyphens=False)
-    lines = sum(max(2, label.count("\n") + 2) for label in labels) + minus.count("\n")
-    figure = Figure(figsize=(10, 1.2 + 0.22 * lines), layout="constrained")
-    axes = figure.add_subplot()
-    for i, of in enumerate(comparisons):
-        axes.plot(of.by_seed, [i] * len(of.by_seed), "|", color="C0", markersize=12)
-        axes.plot(of.interval, [i, i], color="C0")
-        axes.plot(of.difference, i, "o", color="C0")
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(comparisons)), labels)
-    axes.set_ylim(len(comparisons) - 0.5, -0.5)
-    figure.supxlabel(f"{minus}\n95% intervals, a tick for each seed", fontsize="medium")
-    axes.grid(alpha=0.3, axis="x")
-    write_picture(path, figure)
-
-
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
@@ -194,8 +172,7 @@ def main() -> int:
     compared: list[dict[str, Any]] = [of._asdict() | {"p_corrected": p} for of, p in zip(comparisons, corrected)]
     write_whole(out / "compare.json", json.dumps({"bits_per_byte": bits, "comparisons": compared}, indent=2))
     write_whole(out / "compare.md", table := as_table(comparisons, corrected))
-    draw(comparisons, out / "compare.png")
-    print(f"{table}in {out}: compare.json, .md and .png")
+    print(f"{table}in {out}: compare.json and .md")
     return Exit.COMPLETE
 
 

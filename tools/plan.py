@@ -26,7 +26,7 @@ DEPTHS = {True: (8, 10), False: (2, 4)}
 """Blocks of the programs that are compiled for GPUs, and for TPUs. Below 8 blocks, a GPU's products of weight gradients
 wait for the end of the backward pass, which takes other memory."""
 ROWS = (4, 8)
-"""Rows of a device of these programs."""
+"""Rows of a device of these programs, unless there is no choice."""
 MICRO_BATCHES = 2
 """Micro-batches of these programs. With one, the compiler leaves no loop, and a TPU's program takes more memory. So a
 plan has at least two, unless the config asks for one or a device has one row a step."""
@@ -105,7 +105,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     looped: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     names = ["data", "fsdp", "tensor"]
     for of_depth in sorted({min(depth, n) for n in DEPTHS[devices[0].platform == "gpu"]}):
-        for rows in ROWS:
+        for rows in ROWS if len(counts) > 1 else counts:
             small = {
                 "model.depth": of_depth,
                 "batch.rows_per_device": rows,

@@ -11,7 +11,7 @@ from scipy import stats
 
 from configs.command_line import load_config, parse
 from configs.schema import with_options
-from tests.test_train import write_folder
+from tests.test_train import run, write_folder
 from tools import tune
 from tools.tune import Point, Runs, batch_for, difference, frontier, knee, rate_for, windows
 from training.diagnostics import NoiseScale
@@ -198,6 +198,13 @@ def test_a_run_that_ends_badly_does_not_fit_or_ends_the_command(
 
 @pytest.mark.medium
 def test_it_tunes_a_run_with_train_py(tmp_path, monkeypatch, capsys):
+    """Train in this process."""
+
+    def run_train(words: list[str], log: Path, may_fail: bool) -> dict:
+        assert run("train", monkeypatch, *words, devices=1) == 0
+        return {"fits": True, "memory": tune.GIB, "seconds": 1.0}
+
+    monkeypatch.setattr(tune, "run_train", run_train)
     monkeypatch.chdir(write_folder(tmp_path))
     monkeypatch.setattr(tune, "REMATS", ("block",))
     monkeypatch.setattr(tune, "SIZES", 1)

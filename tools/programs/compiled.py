@@ -2,8 +2,7 @@
 what crosses which axis of the mesh, how often, with how many bytes."""
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,9 +15,6 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
 CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
-
-# Instructions that only refer to the results of others.
-LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
 
 
 class Instruction(NamedTuple):
@@ -51,25 +47,13 @@ def compile_step(built: Build) -> Any:
 
 def estimated_cycles(hlo_text: str) -> int:
     """Return the sum of XLA:TPU's estimates over a step, loop bodies times their trip counts; 0 for other programs."""
-    estimates = ((re.search(r'"estimated_cycles":"?(\d+)', i.attributes), times) for i, times, _ in kernels(hlo_text))
-    return sum(int(cycles[1]) * times for cycles, times in estimates if cycles)
-
-
-def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instruction: True) -> int:
-    """Return the bytes that instructions (those that are `of` interest) read and write in memory a step, loop bodies
-    times their trip counts. Each operand and result counts once, as in a fusion's kernel. On a GPU that bounds the time
-    from below."""
-    return sum(times * sum(map(type_bytes, (i.type, *reads))) for i, times, reads in kernels(hlo_text) if of(i))
-
-
-def kernels(hlo_text: str) -> Iterator[tuple[Instruction, int, list[str]]]:
-    """Yield instructions that read or write memory, how often a step, and the types of what each reads."""
     program, entry = read_program(hlo_text)
+    total = 0
     for name, times, _, caller in visits(program, entry, entry):
-        types = {instruction.name: instruction.type for instruction in program[name]}
-        for i in program[name] if name == caller else []:  # values inside a fusion stay in registers
-            if i.opcode not in LINKS and not i.opcode.endswith(("-done", "-update")):
-                yield i, times, [types[operand] for operand in set(names(i.operands)) & types.keys()]
+        own = [i for i in program[name] if name == caller]  # a fusion's estimate has its inside
+        text = " ".join(i.attributes for i in own if not i.opcode.endswith(("-done", "-update")))
+        total += times * sum(map(int, re.findall(r'"estimated_cycles":"?(\d+)', text)))
+    return total
 
 
 def read_program(hlo_text: str) -> tuple[Program, str]:
@@ -99,8 +83,7 @@ def visits(
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """Return a loop's trip count: XLA's note, or the only constant of the condition, since JAX's loops count from 0 by
-    1. Raise ValueError if the program has neither."""
+    """Return a loop's trip count: XLA's note, or the condition's only constant (JAX counts from 0). Else ValueError."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
@@ -128,8 +111,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     """Return the collectives of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
 
     `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups are positions in `mesh.devices.flat`. Asynchronous
-    ones count once, and groups of one device do not count. Raise ValueError for a loop whose trip count is not in the
-    program.
+    ones count once, and groups of one device do not count. Raise ValueError for a loop without a trip count.
     """
     program, entry = read_program(hlo_text)
     collectives, seen = [], set()
@@ -173,10 +155,9 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
         along, part = list(axes).index(name), int(size or axes[name])
         stride = axes[name] // (int(before or 1) * part)
         place[along] -= place[along] // stride % part * stride
-    groups = defaultdict(list)
-    for device, others in zip(ids.ravel().tolist(), place.T.tolist()):
-        groups[tuple(others)].append(device)
-    return list(groups.values())
+    _, group = np.unique(place, axis=1, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    return ids.ravel()[order].reshape(group.max() + 1, -1).tolist()
 
 
 def iota(text: str) -> np.ndarray:

@@ -5,8 +5,13 @@ import re
 from math import prod
 from typing import Any
 
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import topologies
+
 from configs.schema import UserError
 from hosts.machines import Machine, Topology, machines
+from model import parallel
 
 CORES = {
     7.5: (64, 1024, 64),
@@ -78,12 +83,6 @@ runtime_version {{ major: 13 }}
 def devices_of(topology: str) -> Any:
     """Return the devices of a topology, which need not be there, or the devices here if it is empty. Raise UserError
     for a topology that does not exist."""
-    import jax  # here: topologies are read on machines without JAX, too
-    from jax._src.cudnn import fused_attention_stablehlo
-    from jax.experimental import topologies
-
-    from model import parallel
-
     if not topology:
         return jax.devices()
     slices, kind, chips = asked = parse_topology(topology)

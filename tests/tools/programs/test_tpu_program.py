@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from configs.schema import BatchConfig, Config, DataConfig, ModelConfig
-from tools.programs.compiled import LINKS, Instruction, compile_step, names, read_program, visits
+from tests.tools.programs.test_gpu_program import LINKS
+from tools.programs.compiled import Instruction, compile_step, names, read_program, visits
 from tools.programs.topologies import devices_of
 from training.build import build
 
