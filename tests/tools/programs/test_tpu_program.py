@@ -3,9 +3,13 @@
 import re
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from configs.schema import BatchConfig, Config, DataConfig, ModelConfig
+from configs.schema import BatchConfig, Config, ModelConfig
+from model.kernels import attention_kernel, splash_attention
 from tests.tools.programs.test_gpu_program import LINKS
 from tools.programs.compiled import Instruction, compile_step, names, read_program, visits
 from tools.programs.topologies import devices_of
@@ -76,10 +80,15 @@ def test_no_mask_of_the_mlp_is_kept():
 
 
 @pytest.mark.parametrize(("topology", "documents", "length"), [("v5e:2x2", True, 16384), ("v5p:2x2x1", False, 32768)])
-def test_long_rows_compile(topology, documents, length):
+def test_attention_over_long_rows_compiles(topology, documents, length):
     """A kernel with complete rows of keys exceeded a core's vector memory. It takes one head at a time."""
     pytest.importorskip("libtpu")
-    network = ModelConfig(depth=1, width=128, heads=1, kv_heads=1, head_dim=128, vocab_size=1024, remat="block")
-    batch = BatchConfig(sequence_length=length, tokens_per_step=4 * length, rows_per_device=1)
-    config = Config(name="test", model=network, batch=batch, data=DataConfig(mask_documents=documents))
-    assert "splash" in compile_step(build(config, devices_of(topology))).as_text()
+    assert attention_kernel("tpu", 0.0, "bfloat16", length, 128, documents) == "splash"
+    on_device = {"sharding": SingleDeviceSharding(devices_of(topology)[0])}
+    q = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16, **on_device)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32, **on_device) if documents else None
+    summed = lambda q, k, v, segments: splash_attention(q, k, v, segments, None).sum().astype(jnp.float32)
+    program = jax.jit(jax.grad(summed, (0, 1, 2))).lower(q, q, q, segments).compile()
+    assert (
+        program.as_text().count("tpu_custom_call") == 3
+    )  # forward, gradients of queries, gradients of keys and values
