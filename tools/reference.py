@@ -1,7 +1,7 @@
 """Write build/docs, from which `make docs` builds the site: python -m tools.reference.
 
-It has the repository's files at their own paths, so that links between them work. docs/reference/ has every option and
-command, made of the dataclasses and docstrings that `--help` prints.
+It has the repository's files at their own paths, so that links between them work. docs/reference/options.md has every
+option of a run, made of the dataclasses and docstrings that `--help` prints.
 """
 
 import inspect
@@ -10,13 +10,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import indent
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import tyro
 from docstring_parser import parse_from_object
 
 from configs.schema import Config, Role, hints
@@ -26,11 +24,6 @@ A config file gives the options of a run, and the command line changes them: `--
 those of `configs/schema.py`; `python train.py --config=FILE --help` prints those of a file. A run that resumes refuses
 another value, except for options marked *may change on resume*, or with `--accept_changes`.
 """
-COMMANDS = (
-    *("train", "reinforce", "evaluate", "sample", "chat", "export", "data.prepare.__main__"),
-    *("tools.plan", "tools.tune", "tools.report"),
-    *("tools.dataset", "tools.inspect"),
-)
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}
 BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ ", "multiple_of": "multiple of "}
 
@@ -49,19 +42,15 @@ def values(hint: Any) -> str:
 
 
 def linked(text: str | None) -> str:
-    """Return a docstring as Markdown: with links to pages and papers, and examples and lists of files as code."""
+    """Return a docstring as Markdown: with links to pages and papers."""
     text = re.sub(r"\bdocs/[\w-]+\.md", r"[\g<0>](../../\g<0>)", inspect.cleandoc(text or ""))
-    text = re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", text)
-    is_code = lambda part: "  " in part or part.startswith("python ")
-    return "\n\n".join(f"```\n{dedent(part)}\n```" if is_code(part) else part for part in text.split("\n\n"))
+    return re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", text)
 
 
 def option(name: str, hint: Any, default: Any, text: str | None) -> str:
     """Return the entry of an option: its name, the values it takes, its default (MISSING: none), and its text."""
     extras = getattr(hint, "__metadata__", ())
-    by_tyro = next((extra.name for extra in extras if hasattr(extra, "prefix_name")), None)
-    positional = tyro.conf.Positional in extras
-    word = name.upper() if positional else name if Role.FILE in extras else f"--{by_tyro or name}"
+    word = name if Role.FILE in extras else f"--{name}"
     typed = "" if default is None else " ".join(default) if isinstance(default, tuple) else str(default)
     facts = [values(hint), "required" if default is MISSING else f"default `{typed}`" if typed.strip() else ""]
     facts += ["may change on resume" * (Role.FREE in extras), "in a config file only" * (Role.FILE in extras)]
@@ -86,21 +75,6 @@ def entries(
         yield from entries(type(value), level + 1, value, f"{prefix}{name}.", kinds)
 
 
-def pages() -> dict[str, str]:
-    """Return the text of each page by its name."""
-    commands = ["# Commands"]
-    for name in COMMANDS:
-        module, command = import_module(name), name.removesuffix(".__main__")
-        command = f"python -m {command}" if "." in command else f"python {command}.py"
-        commands += [f"## {command}", linked(module.__doc__)]
-        if "--config=" in (module.__doc__ or ""):
-            commands += ["`--config` · required\n:   A config file. [Every option of a run](options.md) follows it."]
-        if hasattr(module, "Arguments"):
-            commands += entries(module.Arguments, 3)
-    options = ["# Options of a run", linked(INTRO), *entries(Config, 2)]
-    return {"options.md": "\n\n".join(options) + "\n", "commands.md": "\n\n".join(commands) + "\n"}
-
-
 def repository_files() -> list[Path]:
     """Return the files that git knows or would add."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -115,8 +89,8 @@ def main() -> None:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out / path)
     (out / "docs/reference").mkdir()
-    for name, text in pages().items():
-        (out / "docs/reference" / name).write_text(text)
+    text = "\n\n".join(["# Options of a run", linked(INTRO), *entries(Config, 2)])
+    (out / "docs/reference/options.md").write_text(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -86,11 +86,16 @@ def test_a_small_plan_here_prints_its_products_and_options(monkeypatch, capsys):
         return programs[key] if key in programs else programs.setdefault(key, compile_step(built))
 
     monkeypatch.setattr("tools.programs.compiled.compile_step", compile_once)
-    words = "--config=configs/plain.py --topology=h100:8 --price=2 --mfu=0.5 --steps=1000 --batch.rows_per_device=auto"
+    words = "--config=configs/plain.py --topology=h100:8 --price=2 --mfu=0.5 --steps=1000 --eval.tokens=8192"
     small = "--model.depth=1 --model.vocab_size=2048 --batch.sequence_length=64 --batch.tokens_per_step=8192"
-    monkeypatch.setattr(sys, "argv", ["plan", *words.split(), *small.split(), "--eval.tokens=8192"])
-    assert exit_code_of(plan.main, "") == Exit.COMPLETE
-    out = capsys.readouterr().out
+    tables = []
+    for rows in ("8", "auto"):
+        given = f"--batch.rows_per_device={rows}"
+        monkeypatch.setattr(sys, "argv", ["plan", *words.split(), *small.split(), given])
+        assert exit_code_of(plan.main, "") == Exit.COMPLETE
+        out = capsys.readouterr().out
+        tables.append(out.splitlines()[:4])
+    assert tables[0] == tables[1]  # rows that are given take what a line says of them
     assert "8 x 1 x 1" in out and "2 x 4 x 1: --mesh.fsdp=4 --batch.rows_per_device=8" in out
     assert "FLOP/s x 50% MFU) = " in out and "device-hours x $2 = $" in out and "1,000 steps x" in out
     monkeypatch.setattr(plan, "HEADROOM", 1e-6)

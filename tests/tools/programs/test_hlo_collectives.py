@@ -19,7 +19,6 @@ from tools.programs.compiled import (
     collectives,
     estimated_cycles,
     replica_groups,
-    type_bytes,
 )
 from training.mesh import sizes_of
 
@@ -45,11 +44,6 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 def test_groups_in_every_notation_cross_the_right_axes(notation, axes):
     attributes = f", channel_id=1, {notation}, use_global_device_ids=true"
     assert axes_crossed(replica_groups(attributes, 8), MESH) == axes
-
-
-def test_bytes_of_types():
-    assert type_bytes("f32[]") == 4 and type_bytes("bf16[3,5]{1,0:T(8,128)(2,1)S(1)}") == 30
-    assert type_bytes("(f32[2,2]{1,0}, /*index=1*/pred[3], s4[6], f8e4m3fn[2], token[])") == 16 + 3 + 3 + 2
 
 
 HLO = """HloModule hand_written, num_partitions=8
