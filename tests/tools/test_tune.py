@@ -25,21 +25,6 @@ def test_the_micro_batch_is_the_least_memory_that_is_nearly_as_fast_as_the_faste
     assert knee([FAST, WORSE, NEARLY, SLOW]) == NEARLY and knee([FAST, SLOW]) == FAST
 
 
-def test_no_label_of_a_picture_leaves_its_frame(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(tune, "write_picture", lambda path, figure: drawn.append(figure.axes[0]))
-    tune.draw_micro_batch([FAST, WORSE, NEARLY, SLOW], NEARLY, tmp_path)
-    tune.draw_rates({0.5: [3.1] * 3, 1.0: [3.0] * 3, 2.0: [3.1] * 3}, tmp_path)
-    micro_batch, rates = drawn
-    micro_batch.figure.draw_without_rendering()
-    frame = micro_batch.get_window_extent()
-    assert [frame.contains(*text.get_window_extent().max) for text in micro_batch.texts] == [True] * 4
-    (ring,) = [line for line in micro_batch.lines if line.get_fillstyle() == "none"]
-    assert ring.get_xydata().tolist() == [[NEARLY.memory / tune.GIB, NEARLY.speed]]
-    ticks = [tick.get_text() for tick in rates.get_xticklabels(which="both")]
-    assert ticks == ["0.5", "1", "2"]  # none for 6 x 10^-1
-
-
 @pytest.mark.parametrize(
     ("noise", "expected"),
     [
