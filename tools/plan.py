@@ -158,13 +158,6 @@ def with_steps(config: Config) -> Config:
     return with_options(config, {"steps": text.steps(config.epochs, rows)})
 
 
-def duration(seconds: float) -> str:
-    """Return a time in the largest unit that it has at least two of, or in seconds."""
-    units = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
-    name = next((name for name, size in units.items() if seconds >= 2 * size), "seconds")
-    return f"{seconds / units[name]:.3g} {name}"
-
-
 def table(plans: list[Plan]) -> str:
     """Return a table of meshes: rows, micro-batches, GiB by part, and MB a step over each axis."""
     names = list(plans[0].parts)
@@ -182,7 +175,7 @@ def table(plans: list[Plan]) -> str:
 
 
 def time_and_cost(config: Config, topology: Topology, dtype: str, arguments: Arguments) -> str:
-    """Return the multiplications that give a step's seconds, the run's days and its cost."""
+    """Return the multiplications that give a step's seconds, the run's hours and its cost."""
     tokens, devices = config.batch.tokens_per_step, topology.devices
     flops = tokens * flops_per_token(config.model, config.batch.sequence_length)
     peak = machines()[topology.kind].peak(dtype)
@@ -192,7 +185,7 @@ def time_and_cost(config: Config, topology: Topology, dtype: str, arguments: Arg
         f"a step: {flops:.4g} FLOPs / ({devices} devices x {peak:.4g} FLOP/s x {arguments.mfu:.0%} MFU) = "
         f"{seconds:.3g} s ({tokens / seconds:,.0f} tokens/s)",
         f"MFU: {MFU_SOURCE}",
-        f"the run: {config.steps:,} steps x {seconds:.3g} s = {duration(whole)}, without evaluations and saves",
+        f"the run: {config.steps:,} steps x {seconds:.3g} s = {whole / 3600:,.2f} hours, without evaluations and saves",
     ]
     if arguments.price:
         hours = whole / 3600 * devices

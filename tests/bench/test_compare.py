@@ -24,13 +24,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(monkeypatch, *words: str) -> Exit | int | None:
+def run(monkeypatch, *words: str) -> int:
     """Return the exit code of the command, run in this process."""
     monkeypatch.setattr("sys.argv", ["bench.compare", *words])
-    try:
-        return compare.main()
-    except SystemExit as error:
-        return error.code
+    return compare.main()
 
 
 @pytest.mark.parametrize(

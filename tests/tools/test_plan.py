@@ -1,5 +1,6 @@
 """Run tools.plan as a user does, and compare what it extrapolates with whole programs."""
 
+import re
 import sys
 from importlib.util import find_spec
 from unittest.mock import Mock
@@ -51,13 +52,6 @@ def test_epochs_have_the_steps_of_train_py(tmp_path, monkeypatch):
     assert steps == open_training(config)[0].config.steps > 0 == config.steps
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.03 * 86400, "43.2 minutes"), (7200, "2 hours"), (1e6, "11.6 days"), (0.5, "0.5 seconds")]
-)
-def test_a_time_has_the_unit_that_a_reader_thinks_in(seconds, text):
-    assert plan.duration(seconds) == text
-
-
 def test_stored_bytes_are_those_of_the_state_and_the_batch():
     """Compare with the arrays that a device has, on a mesh of 2 x 2 x 2."""
     built = build(with_options(tiny_config(), {"mesh.fsdp": 2, "mesh.tensor": 2}))
@@ -91,7 +85,8 @@ def test_a_small_plan_here_prints_its_products_and_options(monkeypatch, capsys):
         tables.append(out.splitlines()[:4])
     assert tables[0] == tables[1]  # rows that are given take what a line says of them
     assert "8 x 1 x 1" in out and "2 x 4 x 1: --mesh.fsdp=4 --batch.rows_per_device=8" in out
-    assert "FLOP/s x 50% MFU) = " in out and "device-hours x $2 = $" in out and "1,000 steps x" in out
+    assert "FLOP/s x 50% MFU) = " in out and "device-hours x $2 = $" in out
+    assert re.search(r"1,000 steps x .* s = \d\.\d\d hours", out)
     monkeypatch.setattr(plan, "HEADROOM", 1e-6)
     assert exit_code_of(plan.main, "") == Exit.FAILED
     out, problem = capsys.readouterr()
