@@ -140,14 +140,12 @@ def test_incomplete_diagnostics_are_read(tmp_path, hurt):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "holds no run (no config.json)"),
         ("{", "is not the record of a run that this version can read (JSONDecodeError: "),
         ('{"config": {"name": "x", "lr": 1}}', "make its report with the version that trained it"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path, text, problem):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
+def test_a_record_that_cannot_be_read_is_refused_by_name(tmp_path, text, problem):
+    (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as error:
         report.read_run(tmp_path)
     assert problem in str(error.value) and str(tmp_path) in str(error.value)
