@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from bench.throughput import Sizes, sized
 from configs import plain
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, with_options
 from hosts.machines import machines
 from model import parallel
 from tools.programs.compiled import Instruction, compile_step, names, numbers, read_program, type_bytes, visits
@@ -134,6 +134,17 @@ def test_memory_and_passes_of_d12():
     moved = [n * sum(map(type_bytes, (i.type, *reads))) for i, n, reads in kernels(program.as_text()) if elementwise(i)]
     assert sum(moved) < 710e9
     assert program.as_text().count('"epilogue":"RELU"') >= 12  # cuBLAS takes relu
+
+
+def test_options_that_wait_for_a_gpu_to_time_them(monkeypatch):
+    """Gradients in splits are batched products. Muon's fewer passes are three products of TF32 for each in float32."""
+    monkeypatch.setattr("model.layers.GRADIENT_SPLITS", 4)
+    config = small(depth=1, vocab_size=1024)
+    muon = {"optimizer.matrices.kind": "muon", "optimizer.muon.products": "fewer_passes"}
+    text = compiled(with_options(config, muon)).as_text()
+    for shape in ("256,256", "256,768", "256,1024", "1024,256"):
+        assert re.search(rf"= \(f32\[4,{shape}\].* custom-call\(.*__cublas", text), shape
+    assert sum("ALG_DOT_TF32_TF32_F32" in line for line in text.splitlines()) == 2 * 3 * 3  # stacks, products, passes
 
 
 def temporaries(config: Config) -> int:
