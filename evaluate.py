@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import Mesh
-from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.files import in_bucket
@@ -25,7 +25,7 @@ from evaluation.core import Task
 from evaluation.evaluator import evaluate
 from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
-from evaluation.texts import measure_text, read_sources, results_of
+from evaluation.texts import bits_of, compared, figures, read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.init_from import is_network, network_config
 from run.record import fetch_locally
@@ -45,14 +45,14 @@ class Arguments:
     from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
     """Instead of a run: a folder from export.py, a published nanochat in transformers' format, or nanochat's own."""
     out: FilePath = ""
-    """Folder for the results of `source` or `tasks`. Default: the run's or the network's folder, on this machine."""
+    """Folder for the results of `tasks`. Default: the run's or the network's folder, on this machine."""
     tokens: Positive[int] | None = None
     """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
     source: str = ""
-    """Text to evaluate instead of the run's own held-out part: a file, a folder or a glob as for data.prepare, a
-    dataset folder (its held-out part), or several with their shares: `0.7:DIR,0.3:DIR`."""
+    """Text to evaluate instead of the run's own held-out part: a file, a folder or a glob as for data.prepare, or a
+    dataset folder (its held-out part)."""
     documents: Positive[int] = 1000
-    """Take at most this many documents of each source, always the same."""
+    """Take at most this many documents of `source`, always the same."""
     text_column: str = "text"
     """Column with the text, in .jsonl and .parquet files of `source`."""
     against: AnyPath = ""
@@ -65,9 +65,6 @@ class Arguments:
     in docs/evaluation.md."""
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
-    prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Most tokens of a prompt; a longer one loses its first tokens. Default: ten rows of the run, as in nanochat. A
-    token sees at most a row's length of tokens back."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
@@ -95,18 +92,21 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
     """Return the requested evaluation. Raise UserError for options that contradict each other, or that it ignores."""
     run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
     evaluation = texts if source else core if tasks else held_out
-    folder, keeps = run_dir or from_, evaluation is not held_out
+    folder = run_dir or from_
     mistakes = [
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
-            keeps and in_bucket(folder) and not arguments.out,
+            evaluation is core and in_bucket(folder) and not arguments.out,
             f"--out=FOLDER is missing: results are not written to {folder}",
         ),
         (
             from_ and arguments.step,
             f"--step={arguments.step} chooses a run's checkpoint; --from={from_} has one network",
         ),
-        (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),
+        (
+            from_ and evaluation is held_out,
+            "--from needs --source=PATH or --tasks: a network in a folder has no text of its own",
+        ),
         (
             tasks and tasks not in BENCHMARKS,
             f"--tasks={tasks} is neither core nor chatcore; for others: export.py --format=hf, then lm_eval --model hf",
@@ -120,8 +120,8 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
             raise UserError(message)
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
-        texts: ("other text (--source)", "source", "documents", "text_column", "against", "out"),
-        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "prompt_tokens", "out"),
+        texts: ("other text (--source)", "source", "documents", "text_column", "against"),
+        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out"),
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
     if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
@@ -154,16 +154,21 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    out, against = arguments.out or folder, arguments.against
+    against = arguments.against
     for one in filter(None, (folder, against)):
         network_config(fetch_locally(one))  # a mistake is reported before any compute
-    sources = read_sources(arguments.source, arguments.documents, arguments.text_column, cache_dir())
-    network = open_network(folder, mesh, arguments.step)
-    ours, theirs = measure_text(network, folder, sources, out), None
+    documents, skipped = read_documents(arguments.source, arguments.documents, arguments.text_column, cache_dir())
+
+    def measured(folder: str, step: int | None) -> tuple[dict[str, int], np.ndarray]:
+        network = open_network(folder, mesh, step)
+        return network.step_line, bits_of(network, folder, documents)
+
+    step, ours = measured(folder, arguments.step)
+    results = {**step, **figures(documents, ours), "skipped": skipped}
     if against:
-        out = f"{out}/against" if arguments.out or in_bucket(against) else against
-        theirs = measure_text(open_network(against, mesh), against, sources, out)
-    return results_of(sources, ours, theirs)
+        step, theirs = measured(against, None)
+        results["against"] = {"run_dir": against, **step, **compared(documents, ours, theirs)}
+    return results
 
 
 def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
@@ -173,15 +178,13 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     network = open_network(folder, mesh, arguments.step)
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
     out = Path(arguments.out or folder) / benchmark / name
-    return network.step_line | evaluate_core(network, tasks, arguments.prompt_tokens, out, benchmark)
+    return network.step_line | evaluate_core(network, tasks, out, benchmark)
 
 
-def evaluate_core(
-    network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path, benchmark: str = "core"
-) -> dict[str, Any]:
+def evaluate_core(network: Network, tasks: Sequence[Task], folder: Path, benchmark: str = "core") -> dict[str, Any]:
     """Return `figures`. Write a line per item, the figures, and a picture of them to `folder`. Items of an earlier
     start are not scored again. Every process must call it."""
-    core = benchmark_of(benchmark, tasks, network, prompt_tokens)
+    core = benchmark_of(benchmark, tasks, network)
     facts = core.facts | network.facts
     say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)

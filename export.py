@@ -18,7 +18,7 @@ from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, P
 from data.dataset import join_source, split_source
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
-from evaluation.texts import read_sources
+from evaluation.texts import read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import beyond_hf, write_hf, write_safetensors
 from interchange.init_from import is_network
@@ -210,9 +210,9 @@ def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: n
 
 def rows_of_text(network: Network) -> Int[np.ndarray, "rows length"]:
     """Return two rows of Python's library as the network's tokens."""
-    (text,) = read_sources("stdlib", 100, "text", cache_dir())
+    documents, _ = read_documents("stdlib", 100, "text", cache_dir())
     length = min(network.config.batch.sequence_length, 1024)
-    encoded = network.tokenizer.encode([document.text for document in text.documents])
+    encoded = network.tokenizer.encode([document.text for document in documents])
     return np.array([[network.tokenizer.bos, *ids][:length] for ids in encoded if len(ids) >= length][:2], np.int32)
 
 

@@ -16,9 +16,9 @@ BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
 """The functions that read each benchmark's tasks from its folder."""
 
 
-def benchmark_of(name: str, tasks: Sequence[Task], network: Network, prompt_tokens: int | None = None) -> Core:
+def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
     """Return a benchmark on the network's mesh, called with its parameters. Every process must call it."""
-    scorer = network.scorer(prompt_tokens or READS * network.config.batch.sequence_length)
+    scorer = network.scorer(READS * network.config.batch.sequence_length)
     core = ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
     check_hosts_agree("their bundle", json.dumps(core.facts))
     return core

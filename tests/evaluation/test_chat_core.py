@@ -34,7 +34,7 @@ def sets(tmp_path_factory):
 @pytest.mark.medium
 def test_every_item_equals_nanochat_s_chat_eval_on_a_mesh_of_all_axes(sets, tmp_path, monkeypatch):
     tasks = read_chat_tasks(str(sets), None)
-    evaluate = lambda: evaluate_core(network(8), tasks, LONGEST, tmp_path, "chatcore")
+    evaluate = lambda: evaluate_core(network(8), tasks, tmp_path, "chatcore")
     results = evaluate()
     _, *lines = map(json.loads, (tmp_path / "items.jsonl").read_text().splitlines())
     for task in tasks:
@@ -74,7 +74,7 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
     evaluator = Evaluator(build(config, jax.devices()[:1]), text)
     figures = evaluator(ours.params, lambda: False)
     assert figures["val_loss"] == 1.0 and evaluator(ours.params, lambda: True) is None
-    expected = evaluate_core(ours, tasks, None, tmp_path, "chatcore")
+    expected = evaluate_core(ours, tasks, tmp_path, "chatcore")
     assert figures["chatcore"] == expected["chatcore"] and figures["chatcore_stderr"] == expected["chatcore_stderr"]
     assert figures["chatcore_tasks"] == {name: task["centered"] for name, task in expected["tasks"].items()}
 
@@ -105,4 +105,4 @@ def test_one_item_and_a_tokenizer_without_conversations_are_refused(sets):
     bare = core_bundle.tokenizer().json.replace("<|assistant_end|>", "<|old|>")
     ours = replace(network(), tokenizer=replace(core_bundle.tokenizer(), json=bare))
     with pytest.raises(UserError, match=r"no <\|assistant_end\|>: it was not trained on conversations"):
-        evaluate_core(ours, read_chat_tasks(str(sets), 2), None, Path("nowhere"), "chatcore")
+        evaluate_core(ours, read_chat_tasks(str(sets), 2), Path("nowhere"), "chatcore")

@@ -106,7 +106,7 @@ def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
 
 def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("evaluation.scorer.make_score", lambda *arguments: scores_of_lengths)
-    evaluate = lambda: evaluate_core(network(), read_bundle(str(bundle), None), LONGEST, tmp_path)
+    evaluate = lambda: evaluate_core(network(), read_bundle(str(bundle), None), tmp_path)
     results = evaluate()
     assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if " +- " in line] == LABELS

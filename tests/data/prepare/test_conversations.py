@@ -20,7 +20,7 @@ from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import CHAT_TOKENS, convert_tiktoken, load_tokenizer
-from evaluation.texts import read_sources
+from evaluation.texts import read_documents
 from tests.data import nanochat_conversations
 from tests.data.preparations import facts_of, tokens_of
 
@@ -141,7 +141,7 @@ def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
     prepare(replace(settings, tokenizer=f"{tmp_path}/out/tokenizer"), tmp_path / "again")
     assert "lacks" not in capsys.readouterr().err
     with pytest.raises(UserError, match="is conversations, not text; a run on them has"):
-        read_sources(f"{tmp_path}/out", 9, "text", tmp_path / "cache")
+        read_documents(f"{tmp_path}/out", 9, "text", tmp_path / "cache")
 
 
 def write_library(root: Path, monkeypatch) -> None:
