@@ -9,7 +9,7 @@ from msgspec import Meta
 from configs.command_line import parse_arguments
 from configs.schema import NotNegative, Positive, UserError
 from evaluation.engine import Engine
-from evaluation.network import SamplingArguments, mesh_of_first, open_network
+from evaluation.network import SamplingArguments, mesh_of_first, open_network, require_chat_tokens
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.gpt import parameter_counts
@@ -53,11 +53,7 @@ def main() -> int:
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     network = open_network(arguments.run_dir, mesh_of_first(arguments.mesh), arguments.step)
-    if missing := network.tokenizer.missing_chat_tokens:
-        raise UserError(
-            f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "
-            f"python train.py --config=configs/chat.py --init_from={arguments.run_dir}"
-        )
+    require_chat_tokens(network.tokenizer, arguments.run_dir)
     if network.step is not None and not converses(network.config, network.tokenizer):
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
     engine = Engine(network, arguments.slots if arguments.serve else 1)

@@ -73,16 +73,14 @@ class Arguments:
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    evaluation = chosen(arguments)
-    given = arguments.run_dir or arguments.from_
-    is_plain = is_network(fetch_locally(given))
-    if arguments.from_ and not is_plain:
-        raise UserError(f"--from={given} has no network (no *.safetensors, no model_*.pt); for a run, give --run_dir")
-    if evaluation is held_out and is_plain:
-        raise UserError(f"--run_dir={given} is a network, not a run: give --from={given} with --source=PATH or --tasks")
+    evaluation, folder = chosen(arguments), arguments.run_dir or arguments.from_
     start_jax()
-    results = {"from" if arguments.from_ else "run_dir": given}
-    results |= evaluation(arguments, given, make_mesh(arguments.mesh))
+    for one in filter(None, (folder, arguments.against)):
+        network_config(fetch_locally(one))  # a mistake is reported before any compute
+    if evaluation is held_out and is_network(fetch_locally(folder)):
+        raise UserError(f"{folder} is a network, not a run: it has no text of its own; give --source=PATH or --tasks")
+    results = {"from" if arguments.from_ else "run_dir": folder}
+    results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
     if jax.process_index() == 0:
         print(json.dumps(results) if arguments.json else as_table(results))
     return 0
@@ -98,14 +96,6 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         (
             evaluation is core and in_bucket(folder) and not arguments.out,
             f"--out=FOLDER is missing: results are not written to {folder}",
-        ),
-        (
-            from_ and arguments.step,
-            f"--step={arguments.step} chooses a run's checkpoint; --from={from_} has one network",
-        ),
-        (
-            from_ and evaluation is held_out,
-            "--from needs --source=PATH or --tasks: a network in a folder has no text of its own",
         ),
         (
             tasks and tasks not in BENCHMARKS,
@@ -154,9 +144,6 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    against = arguments.against
-    for one in filter(None, (folder, against)):
-        network_config(fetch_locally(one))  # a mistake is reported before any compute
     documents, skipped = read_documents(arguments.source, arguments.documents, arguments.text_column, cache_dir())
 
     def measured(folder: str, step: int | None) -> tuple[dict[str, int], np.ndarray]:
@@ -165,9 +152,9 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
     step, ours = measured(folder, arguments.step)
     results = {**step, **figures(documents, ours), "skipped": skipped}
-    if against:
-        step, theirs = measured(against, None)
-        results["against"] = {"run_dir": against, **step, **compared(documents, ours, theirs)}
+    if other := arguments.against:
+        step, theirs = measured(other, None)
+        results["against"] = {"run_dir": other, **step, **compared(documents, ours, theirs)}
     return results
 
 

@@ -3,7 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
 from evaluation.texts import read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
-from interchange.folders import beyond_hf, write_hf, write_safetensors
+from interchange.folders import beyond_hf, converses, write_hf, write_safetensors
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
@@ -100,7 +100,7 @@ def main() -> int:
     else:
         bits = scores(folder)
         tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
-        card = partial(model_card, config, step, tokens, bits.get(step), arguments.license)
+        card = model_card(config, step, tokens, bits.get(step), arguments.license, converses(config, tokenizer))
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
@@ -167,13 +167,8 @@ def programs(model: ModelConfig, chat: bool) -> dict[str, str]:
 
 def require_transformers() -> None:
     """Raise UserError if torch or transformers is not installed."""
-    try:
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"--verify loads the network in transformers: pip install torch transformers ({error})"
-        ) from error
+    if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
+        raise UserError(f"--verify loads the network in transformers: pip install {' '.join(missing)}")
 
 
 def largest_difference(

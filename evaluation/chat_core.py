@@ -19,10 +19,9 @@ from configs.messages import progress
 from configs.schema import UserError
 from data.conversation import render
 from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu
-from data.tokenizer import TextTokenizer
 from evaluation.core import Core, Task
 from evaluation.engine import Engine
-from evaluation.network import Network
+from evaluation.network import Network, require_chat_tokens
 from evaluation.scorer import Question, Scorer
 from model.sampling import Sampling
 from training.mesh import batch_devices
@@ -99,15 +98,6 @@ def number_of(text: str) -> str | None:
     """Return the number after ####, without commas; None if there is none."""
     match = NUMBER.search(text)
     return match[1].replace(",", "") if match else None
-
-
-def require_chat_tokens(tokenizer: TextTokenizer) -> None:
-    """Raise UserError if the tokenizer cannot encode conversations."""
-    if missing := tokenizer.missing_chat_tokens:
-        raise UserError(
-            f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it "
-            "first (docs/fine-tuning.md)"
-        )
 
 
 class ChatCore(Core):

@@ -84,6 +84,15 @@ class Network:
         return make_generate(self.config.model, self.dtype, self.mesh)
 
 
+def require_chat_tokens(tokenizer: TextTokenizer, run: str = "RUN") -> None:
+    """Raise UserError if the tokenizer of `run` cannot encode conversations."""
+    if missing := tokenizer.missing_chat_tokens:
+        raise UserError(
+            f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it: "
+            f"python train.py --config=configs/chat.py --init_from={run}"
+        )
+
+
 def mesh_of_first(config: MeshConfig) -> Mesh:
     """Return a mesh of as many of the devices here as it needs. Raise UserError if there are too few."""
     count = config.data * config.fsdp * config.tensor

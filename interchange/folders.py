@@ -7,7 +7,7 @@ of our own, interchange/modeling_tokensum.py (`trust_remote_code`). Plain safete
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import fields
 from pathlib import Path
 
@@ -47,12 +47,12 @@ def write_hf(
     config: Config,
     tokenizer: TextTokenizer,
     dtype: str = "float32",
-    card: Callable[[bool], str] | None = None,
+    card: str = "",
 ) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`. `card` takes whether the network was trained on conversations, and returns
-    README.md. Raise UserError if that code lacks an option, too."""
+    and needs `trust_remote_code=True`. `card`: the text of README.md, if any. Raise UserError if that code lacks an
+    option, too."""
     if unknown := beyond_hf(config.model, IN_HF | REMOTE):
         raise UserError(
             f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "
@@ -86,7 +86,7 @@ def write_hf(
         template = CHAT_TEMPLATE.read_text(encoding="utf-8")
         tagged = re.sub(r"{#-( (?:end)?generation )-#}", r"{%-\1-%}", template)
         files |= {CHAT_TEMPLATE.name: template, TRAINING_TEMPLATE: tagged}
-    files |= {"README.md": card(chat)} if card else {}
+    files |= {"README.md": card} if card else {}
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards

@@ -40,11 +40,6 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").exists() and "config" in _read_json(folder)
 
 
-def architecture_of(folder: str | Path) -> str:
-    """Return the architecture's name in config.json."""
-    return str(_read_json(folder).get("model_type"))
-
-
 def config_of(folder: str | Path) -> Config:
     """Return the Config whose `init_from` is this folder, to measure it with. Raise UserError for other
     architectures."""
@@ -55,7 +50,8 @@ def config_of(folder: str | Path) -> Config:
         except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the meta file of {checkpoint} describes no network of ours: {error!r}") from error
         return config
-    path, theirs, kind = Path(folder) / "config.json", _read_json(folder), architecture_of(folder)
+    path, theirs = Path(folder) / "config.json", _read_json(folder)
+    kind = theirs.get("model_type")
     if kind not in OURS:
         raise UserError(
             f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); "

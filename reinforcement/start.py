@@ -9,7 +9,7 @@ from configs.validation import require_steps
 from data.dataset import Text
 from data.loader import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.chat_core import require_chat_tokens
+from evaluation.network import require_chat_tokens
 from hosts.distributed import check_hosts_agree
 from interchange.init_from import require_same_network
 from reinforcement.rollouts import answers_of_step, prompt_of

@@ -297,7 +297,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ),
         ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "is neither core nor chatcore"),
         ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
-        ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text has no network"),
+        ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text holds no run"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "two evaluations"),
         ("evaluate", ["--run_dir=untouched", "--against=untouched"], "give it: --source=PATH"),

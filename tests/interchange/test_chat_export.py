@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -50,7 +49,8 @@ def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "
     config = replace(config, data=replace(config.data, packing=packing))
     head = params["lm_head"]
     head["kernel"] = head["kernel"].at[:, tokenizer.special_tokens["<|assistant_end|>"]].mul(2)  # some answers end
-    write_hf(folder, [arrays_of(params)], config, tokenizer, card=partial(model_card, config, 8, 4096, None, ""))
+    card = model_card(config, 8, 4096, None, "", packing == "whole")
+    write_hf(folder, [arrays_of(params)], config, tokenizer, card=card)
     return config, params, folder
 
 
