@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -28,7 +26,6 @@ from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer, convert_tiktoken
-from evaluation.engine import Engine
 from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
@@ -306,14 +303,6 @@ def test_only_requests_for_this_machine_are_answered(refusing):
             assert urllib.request.urlopen(request).status == 200
 
 
-def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
-    with served(Engine(replace(network(), tokenizer=TOKENIZER), 4)) as client, ThreadPoolExecutor(6) as pool:
-        answer = lambda text: ask(client, text, seed=7, max_tokens=30).choices[0].message.content
-        questions = [f"question {'w' * i}" for i in range(6)]
-        alone = [answer(text) for text in questions]
-        assert list(pool.map(answer, questions)) == alone and len(set(alone)) > 1
-
-
 def test_a_notebook_s_cell_serves_until_it_is_interrupted(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.update({number: handler}))
     handlers, bound = {}, listener("127.0.0.1", 0)
@@ -331,22 +320,42 @@ def test_a_notebook_s_cell_serves_until_it_is_interrupted(monkeypatch):
     asyncio.run(cell())
 
 
+@pytest.fixture
+def handlers():
+    """Ignore SIGTERM, and put the handlers back that chat.py replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.medium
-def test_chat_py_serves_a_network_until_it_is_asked_to_stop(tmp_path, monkeypatch):
+def test_chat_py_answers_several_at_once_as_each_alone_until_it_is_asked_to_stop(tmp_path, monkeypatch, handlers):
     ours, (port,) = network(), free_ports(1)
     write_safetensors(tmp_path / "tiny", [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
     command = ["chat.py", f"--run_dir={tmp_path}/tiny", "--serve", f"--port={port}"]
-    url = f"http://127.0.0.1:{port}/v1"
-    with (
-        subprocess.Popen([sys.executable, *command]) as server,
-        openai.OpenAI(base_url=url, api_key="none", max_retries=99) as client,
-    ):
-        assert ask(client, max_tokens=3).usage.completion_tokens <= 3
-        again = ask(client, max_tokens=1).usage
-        assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1
-        for option, problem in ("--queue=1", "no server can"), ("--prompt=x", "has its"), ("--seed=5", "has its"):
-            monkeypatch.setattr(sys, "argv", [*command, option])
-            with pytest.raises(UserError, match=problem):
-                chat.main()
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+    for option in "--prompt=x", "--seed=5":
+        monkeypatch.setattr(sys, "argv", [*command, option])
+        with pytest.raises(UserError, match="has its"):
+            chat.main()
+
+    def use() -> None:
+        url, questions = f"http://127.0.0.1:{port}/v1", [f"question {'w' * i}" for i in range(6)]
+        try:
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=9) as client, ThreadPoolExecutor(6) as pool:
+                answer = lambda text: ask(client, text, seed=7, max_tokens=30).choices[0].message.content
+                alone = [answer(text) for text in questions]
+                assert list(pool.map(answer, questions)) == alone and len(set(alone)) > 1
+                _, usage = [ask(client, max_tokens=1).usage for _ in range(2)]
+                assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+            with pytest.raises(UserError, match="no server can"):
+                listener("127.0.0.1", port)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "argv", command)
+    with ThreadPoolExecutor(1) as pool:
+        using = pool.submit(use)
+        assert chat.main() == 0
+        using.result()
