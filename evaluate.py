@@ -30,6 +30,7 @@ from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.init_from import is_network, network_config
 from run.record import fetch_locally
 from training.mesh import batch_devices, batch_sharding, make_mesh
+from training.state import params_sha256
 from training.step import make_eval_step
 
 
@@ -90,20 +91,17 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
     """Return the requested evaluation. Raise UserError for options that contradict each other, or that it ignores."""
     run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
     evaluation = texts if source else core if tasks else held_out
-    folder = run_dir or from_
     mistakes = [
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
-            evaluation is core and in_bucket(folder) and not arguments.out,
-            f"--out=FOLDER is missing: results are not written to {folder}",
+            evaluation is core and in_bucket(run_dir or from_) and not arguments.out,
+            f"--out=FOLDER is missing: results are not written to {run_dir or from_}",
         ),
         (
             tasks and tasks not in BENCHMARKS,
             f"--tasks={tasks} is neither core nor chatcore; for others: export.py --format=hf, then lm_eval --model hf",
         ),
         (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
-        (tasks and source, "--tasks and --source are two evaluations; give one at a time"),
-        (arguments.against and not source, "--against compares two networks on the same text; give it: --source=PATH"),
     ]
     for is_made, message in mistakes:
         if is_made:
@@ -163,7 +161,7 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     benchmark = arguments.tasks
     tasks = BENCHMARKS[benchmark](arguments.bundle, arguments.items)
     network = open_network(folder, mesh, arguments.step)
-    name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
+    name = network.title.replace(" ", "_") + (f"_items_{arguments.items}" if arguments.items else "")
     out = Path(arguments.out or folder) / benchmark / name
     return network.step_line | evaluate_core(network, tasks, out, benchmark)
 
@@ -172,7 +170,7 @@ def evaluate_core(network: Network, tasks: Sequence[Task], folder: Path, benchma
     """Return `figures`. Write a line per item, the figures, and a picture of them to `folder`. Items of an earlier
     start are not scored again. Every process must call it."""
     core = benchmark_of(benchmark, tasks, network)
-    facts = core.facts | network.facts
+    facts = core.facts | network.step_line | {"params_sha256": params_sha256(network.params, network.config.model)}
     say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
     if jax.process_index() == 0:

@@ -1,9 +1,7 @@
 """A network to measure or to sample, from a run or from a folder, and the options of commands that draw text."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from run.checkpoint import load_run
 from run.folder import record_of
 from run.record import fetch_locally
 from training.mesh import make_mesh
-from training.state import abstract_params, compute_dtype, params_sha256
+from training.state import abstract_params, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,8 @@ class Network:
     """Fingerprint of the text that a run was trained on."""
 
     @property
-    def label(self) -> str:
-        """Name the network in names of files."""
-        return "network" if self.step is None else f"step_{self.step}"
-
-    @property
     def title(self) -> str:
-        """Name the network in pictures."""
-        return self.label.replace("_", " ")
+        return "network" if self.step is None else f"step {self.step}"
 
     @property
     def step_line(self) -> dict[str, int]:
@@ -71,11 +63,6 @@ class Network:
     @property
     def dtype(self) -> jnp.dtype:
         return compute_dtype(self.config.model, jax.default_backend())
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """Identify the parameters: by the run's step and their SHA-256."""
-        return self.step_line | {"params_sha256": params_sha256(self.params, self.config.model)}
 
     def scorer(self, longest: int | None = None) -> Scorer:
         return Scorer(self.config.model, self.config.batch, self.dtype, self.mesh, longest)

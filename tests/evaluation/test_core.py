@@ -170,6 +170,8 @@ CHOICES = "eval_data/some/choices.jsonl"
     ],
 )
 def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content, message):
+    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* needs 5 items .* has 4 \(4 are taken\)"):
+        read_bundle(str(bundle), 4)
     path = shutil.copytree(bundle, tmp_path / "bundle") / file
     if content is None:
         path.unlink()
@@ -177,8 +179,3 @@ def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content,
         path.write_text(content)
     with pytest.raises(UserError, match=message):
         read_bundle(str(tmp_path / "bundle"), None)
-
-
-def test_too_few_items_for_the_shots_are_refused(bundle):
-    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* needs 5 items .* has 4 \(4 are taken\)"):
-        read_bundle(str(bundle), 4)

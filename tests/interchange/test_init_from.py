@@ -1,6 +1,5 @@
 """Test a run's first state from another network."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -16,11 +15,11 @@ from model.gpt import parameter_shapes
 from run.folder import write_record
 from run.record import local_path, upload
 from run.saver import Saver
-from tests.helpers import arrays_of, perturbed, tiny_config
+from tests.helpers import ALL_FEATURES, arrays_of, perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
 
-CONFIG = tiny_config(value_embeddings=True)
+CONFIG = tiny_config(**ALL_FEATURES)
 TOKENIZER = convert_tiktoken(
     {bytes([byte]): byte for byte in range(256)}, SPLIT, {name: 256 + i for i, name in enumerate((BOS, *CHAT_TOKENS))}
 )
@@ -43,13 +42,14 @@ def base(folder, as_run):
     return state
 
 
-@pytest.mark.parametrize(("as_run", "mesh"), [(True, (2, 2, 2)), (False, (1, 1, 1))])
-def test_the_first_state_is_the_network_s_with_a_run_s_moments(tmp_path, as_run, mesh):
+@pytest.mark.medium
+@pytest.mark.parametrize("as_run", [True, False])
+def test_the_first_state_is_the_network_s_with_a_run_s_moments(tmp_path, as_run):
     before = base(tmp_path / "base", as_run)
-    config = replace(CONFIG, init_from=str(tmp_path / "base"), init_optimizer=as_run, mesh=MeshConfig(*mesh))
+    config = replace(CONFIG, init_from=str(tmp_path / "base"), init_optimizer=as_run, mesh=MeshConfig(2, 2, 2))
     require_same_network(config)
     require_same_vocabulary(config, TOKENIZER)
-    built = build(config, jax.devices()[: math.prod(mesh)])
+    built = build(config)
     state = jax.device_get(initial_state(built))
     unpadded = lambda tree, like: jax.tree.map(lambda leaf, want: resized(leaf, want.shape), tree, like)
     jax.tree.map(np.testing.assert_array_equal, unpadded(state.params, before.params), before.params)
@@ -76,8 +76,9 @@ def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
 
 
 def test_moments_are_a_run_s_with_the_same_optimizer(tmp_path):
-    base(tmp_path / "export", False)
-    base(tmp_path / "run", True)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    write_record(tmp_path / "run" / "config.json", CONFIG, "", [])
     config = replace(CONFIG, init_from=str(tmp_path / "export"), init_optimizer=True)
     with pytest.raises(UserError, match=r"takes the moments of a run, and --init_from=.*export is none"):
         require_moments(config)
