@@ -122,7 +122,7 @@ def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, li
         "bits per byte": bits,
         "license": license or "not stated: ask whoever trained it, and see the training text's",
     }
-    header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n"
+    header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n\n"
     if chat:
         about, load = "answers the user of a conversation. It was fine-tuned on conversations.", CHAT
     else:
@@ -130,13 +130,9 @@ def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, li
     question = "What does sorted() do?" if config.data.source == "chat-stdlib" else "Hello!"
     prompt = next(filter(None, config.eval.prompts), question if chat else "")
     code = load.format(prompt=prompt, trust=", trust_remote_code=True" if beyond_hf(model) else "")
-    tried = f"Other programs; those with a version were tried:\n\n{table(programs(model, chat))}"
-    return f"{header}\n# {config.name}\n\nA language model that {about}\n\n{table(rows)}\n\n{code}\n\n{tried}\n"
-
-
-def table(rows: dict[str, str]) -> str:
-    """Return a table in Markdown of names and what is known of them."""
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+    facts = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+    about = f"# {config.name}\n\nA language model that {about}"
+    return "\n\n".join([header + about, facts, code, programs(model)]) + "\n"
 
 
 def text_name(source: str) -> str:
@@ -145,24 +141,14 @@ def text_name(source: str) -> str:
     return join_source([(share, short(name)) for share, name in split_source(source)])
 
 
-def programs(model: ModelConfig, chat: bool) -> dict[str, str]:
-    """Return what other programs do with a network. tests/interchange tries those with a version, and tests of
-    `01e0c8d` tried lm-evaluation-harness."""
-    lacking = ", ".join(beyond_hf(model))
-    works = "loads it and gives the same greedy answers" if chat else "loads it and continues text"
-    rows = {
-        "transformers 5.23.0 and 5.0.0": works,
-        "transformers 4.57.6": works if lacking else "does not load it: NanoChatForCausalLM came with version 5",
-        "lm-evaluation-harness 0.4.13": "gives it the same scores, with its model `hf`",
-    }
-    if chat:
-        rows["Jinja 3.1.6, alone"] = "renders chat_template.jinja"
-    if lacking:
-        return rows | {"vLLM, llama.cpp, mlx-lm": f"cannot run it: they lack {lacking}"}
-    return rows | {
-        "vLLM": "was not tried; its transformers backend needs transformers 5, and what it reads is there",
-        "llama.cpp, mlx-lm": "cannot load it: the first lacks the architecture, the second has other names of arrays",
-    }
+def programs(model: ModelConfig) -> str:
+    """Return what other programs do with a network. tests/interchange tries those with a version."""
+    if lacking := ", ".join(beyond_hf(model)):
+        loaded, others = "transformers 5.23.0, 5.0.0 and 4.57.6 load it", f"vLLM, llama.cpp and mlx-lm lack {lacking}"
+    else:
+        loaded = "transformers 5.23.0 and 5.0.0 load it; 4.57.6 lacks NanoChatForCausalLM"
+        others = "vLLM was not tried, llama.cpp lacks the architecture, and mlx-lm has other names of arrays"
+    return f"Tried: {loaded}. Others: {others}."
 
 
 def require_transformers() -> None:

@@ -1,7 +1,4 @@
-"""Run the code of a chat's model card in any Python with torch and transformers, and print answers as JSON.
-
-python run_card.py FOLDER CONVERSATIONS
-"""
+"""Run the code of a chat's model card, in any Python with torch: python run_card.py FOLDER CONVERSATIONS"""
 
 import json
 import re
@@ -10,12 +7,19 @@ from pathlib import Path
 
 import transformers
 
-conversations, names = json.loads(sys.argv[2]), {"FOLDER": sys.argv[1]}
-(code,) = re.findall(r"(?s)```python\n(.*?)```", Path(sys.argv[1], "README.md").read_text())
-exec(code, names)
-chat, encode = names["chat"], names["chat"].tokenizer
-asked = {"conversation": conversations[0], "add_generation_prompt": True}
-of_text = encode(encode.apply_chat_template(**asked, tokenize=False), add_special_tokens=False).input_ids
-answers = [chat(turns, do_sample=False, max_new_tokens=20)[0]["generated_text"][-1] for turns in conversations]
-found = {"answers": answers, "tokens": [encode.apply_chat_template(**asked, return_dict=False), of_text]}
-print(json.dumps(found | {"version": transformers.__version__}))
+
+def run_card(folder: str, conversations: list[list[dict]]) -> dict:
+    """Return the answers to conversations, the first one's tokens in two ways, and transformers' version."""
+    names = {"FOLDER": folder}
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", Path(folder, "README.md").read_text())
+    exec(code, names)
+    chat, encode = names["chat"], names["chat"].tokenizer
+    asked = {"conversation": conversations[0], "add_generation_prompt": True}
+    of_text = encode(encode.apply_chat_template(**asked, tokenize=False), add_special_tokens=False).input_ids
+    answers = [chat(turns, do_sample=False, max_new_tokens=20)[0]["generated_text"][-1] for turns in conversations]
+    tokens = [encode.apply_chat_template(**asked, return_dict=False), of_text]
+    return {"answers": answers, "tokens": tokens, "version": transformers.__version__}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_card(sys.argv[1], json.loads(sys.argv[2]))))

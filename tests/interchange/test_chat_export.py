@@ -5,7 +5,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +29,14 @@ from export import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
 from tests.helpers import TINY, arrays_of
+from tests.interchange.run_card import run_card
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
 
 LENGTH = 64
-PYTHONS = [sys.executable, *filter(None, os.environ.get("TRANSFORMERS_PYTHONS", "").split(os.pathsep))]
-"""Pythons with torch and some version of transformers."""
+PYTHONS = os.environ.get("TRANSFORMERS_PYTHONS", "").split(os.pathsep)
+"""Pythons with torch and other versions of transformers. An empty name is this process."""
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)
 GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
@@ -99,21 +99,28 @@ def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat
     assert differ > 100
 
 
+def run_elsewhere(python: str, folder: Path, asked: list[list[dict]]) -> dict | None:
+    """Return what `run_card` returns in another Python; None if its transformers lacks the architecture."""
+    command = [python, Path(run_card.__code__.co_filename), folder, json.dumps(asked)]
+    environment = os.environ | {"HF_MODULES_CACHE": f"{folder}.modules"}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if "does not recognize this architecture" in done.stderr:
+        return None
+    assert done.returncode == 0 and "custom code" not in done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.medium
-@pytest.mark.parametrize("python", PYTHONS)
-def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(python, chat):
+@pytest.mark.parametrize("python", dict.fromkeys(["", *PYTHONS]))
+def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(python, chat, monkeypatch):
     config, params, folder = chat
     questions = ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]
     asked = [[{"role": "system", "content": "be"}, {"role": "user", "content": text}] for text in questions]
-    command = [python, Path(__file__).with_name("run_card.py"), folder, json.dumps(asked)]
-    environment = os.environ | {"HF_MODULES_CACHE": f"{folder}.modules"}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     card = (folder / "README.md").read_text()
-    if "does not recognize this architecture" in done.stderr:
-        assert python != sys.executable and not beyond_hf(config.model) and "4.57.6 | does not load it" in card
+    monkeypatch.setattr("builtins.input", pytest.fail)  # "Do you wish to run the custom code?"
+    if (got := run_elsewhere(python, folder, asked) if python else run_card(str(folder), asked)) is None:
+        assert not beyond_hf(config.model) and "4.57.6 lacks NanoChatForCausalLM" in card
         return
-    assert done.returncode == 0 and "custom code" not in done.stdout, done.stderr
-    got = json.loads(done.stdout.splitlines()[-1])
     prompts = [render(TOKENIZER, messages_of(messages), ask=True) for messages in asked]
     network = Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), make_mesh(MeshConfig(), jax.devices()[:1]))
     ours = [a for _, a in Engine(network).answers([(prompt, Sampling(temperature=0.0), 20) for prompt in prompts])]
