@@ -1,12 +1,13 @@
 """Test a run's first state from another network."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, MeshConfig, UserError, with_options
+from configs.schema import CheckpointConfig, Config, MeshConfig, UserError, with_options
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
 from interchange.base import base_of_chat
 from interchange.folders import write_safetensors
@@ -15,14 +16,24 @@ from model.gpt import parameter_shapes
 from run.folder import write_record
 from run.record import local_path, upload
 from run.saver import Saver
-from tests.helpers import ALL_FEATURES, arrays_of, perturbed, tiny_config
+from tests.helpers import arrays_of, perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
+from training.state import TrainState
 
-CONFIG = tiny_config(**ALL_FEATURES)
+CONFIG = tiny_config(value_embeddings=True, resid_lambdas=True)
 TOKENIZER = convert_tiktoken(
     {bytes([byte]): byte for byte in range(256)}, SPLIT, {name: 256 + i for i, name in enumerate((BOS, *CHAT_TOKENS))}
 )
+
+
+def write_run(folder: Path, config: Config, state: TrainState) -> None:
+    """Write a run that has saved this state, on the devices, after one step."""
+    write_record(folder / "config.json", config, "a text's", [])
+    TOKENIZER.save(folder / "tokenizer")
+    checkpoints = Saver(folder, CheckpointConfig())
+    checkpoints.save(1, state, {"tokens": 1, "shapes": parameter_shapes(config.model)})
+    checkpoints.wait()
 
 
 def base(folder, as_run):
@@ -31,12 +42,7 @@ def base(folder, as_run):
     state = jax.device_get(built.create_state())
     state = state._replace(params=perturbed(state.params), opt_state=perturbed(state.opt_state, 1))
     if as_run:
-        write_record(folder / "config.json", CONFIG, "", [])
-        TOKENIZER.save(folder / "tokenizer")
-        checkpoints = Saver(folder, CheckpointConfig())
-        facts = {"shapes": parameter_shapes(CONFIG.model)}
-        checkpoints.save(3, jax.device_put(state, jax.devices()[0]), facts)
-        checkpoints.wait()
+        write_run(folder, CONFIG, jax.device_put(state, jax.devices()[0]))
     else:
         write_safetensors(folder, [arrays_of(state.params)], CONFIG, TOKENIZER)
     return state

@@ -10,30 +10,19 @@ import numpy as np
 import pytest
 
 import export
-from configs.schema import CheckpointConfig, Config, ModelConfig
+from configs.schema import Config, ModelConfig
 from configs.validation import resolved
-from data.prepare.selection import train_tokenizer
-from model.gpt import parameter_shapes
-from run.folder import write_record
-from run.saver import Saver
+from tests.interchange.test_init_from import write_run
 from training.state import TrainState, split_model
-
-TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
 
 
 def make_run(folder: Path) -> int:
     """Write a run, and return its network's bytes."""
     model = ModelConfig(depth=8, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=272, smear=True)
-    config = resolved(Config(name="made", run_dir=str(folder), model=model))
-    shapes = split_model(model, jnp.dtype("float32"))[1]
-    random = np.random.default_rng(0)
+    random, shapes = np.random.default_rng(0), split_model(model, jnp.dtype("float32"))[1]
     params = jax.tree.map(lambda leaf: jnp.asarray(random.random(leaf.shape, np.float32)), shapes)
-    write_record(folder / "config.json", config, "a text's", [])
-    TOKENIZER.save(folder / "tokenizer")
-    checkpoints = Saver(folder, CheckpointConfig())
-    facts = {"tokens": 1, "shapes": parameter_shapes(model)}
-    checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), facts)
-    checkpoints.wait()
+    state = TrainState(jnp.int32(1), params, (), jnp.int32(0))
+    write_run(folder, resolved(Config(name="made", run_dir=str(folder), model=model)), state)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
