@@ -143,16 +143,17 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
     documents, skipped = read_documents(arguments.source, arguments.documents, arguments.text_column, cache_dir())
+    sizes = [len(document.text.encode()) for document in documents]
 
     def measured(folder: str, step: int | None) -> tuple[dict[str, int], np.ndarray]:
         network = open_network(folder, mesh, step)
         return network.step_line, bits_of(network, folder, documents)
 
     step, ours = measured(folder, arguments.step)
-    results = {**step, **figures(documents, ours), "skipped": skipped}
+    results = {**step, **figures(ours, sizes), "skipped": skipped}
     if other := arguments.against:
         step, theirs = measured(other, None)
-        results["against"] = {"run_dir": other, **step, **compared(documents, ours, theirs)}
+        results["against"] = {"run_dir": other, **step, **compared(ours, theirs, sizes)}
     return results
 
 

@@ -84,27 +84,21 @@ def bits_of(network: Network, given: str, documents: Sequence[Document]) -> Floa
     return bits
 
 
-def sizes_of(documents: Sequence[Document]) -> list[int]:
-    """Return the bytes of each document."""
-    return [len(document.text.encode()) for document in documents]
-
-
-def figures(documents: Sequence[Document], bits: Float[np.ndarray, "documents"]) -> dict[str, Any]:
-    """Return `bits_per_byte` of the documents together, and its standard error; None for one document."""
-    sizes = sizes_of(documents)
+def figures(bits: Float[np.ndarray, "documents"], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return `bits_per_byte` of documents of these sizes together, and its standard error; None for one document."""
     value, error = ratio(bits.tolist(), sizes)
     return {"bits_per_byte": value, "stderr": error, "documents": len(sizes), "bytes": sum(sizes)}
 
 
 def compared(
-    documents: Sequence[Document], ours: Float[np.ndarray, "documents"], theirs: Float[np.ndarray, "documents"]
+    ours: Float[np.ndarray, "documents"], theirs: Float[np.ndarray, "documents"], sizes: Sequence[int]
 ) -> dict[str, Any]:
     """Return the `difference` in bits per byte, ours less theirs, and its `interval` of 95% by Student's t; None for
     one document. It is paired by document, so a document that is hard for both does not widen the interval."""
     from scipy.stats import t  # half a second to import
 
-    difference, error = ratio((ours - theirs).tolist(), sizes_of(documents))
+    difference, error = ratio((ours - theirs).tolist(), sizes)
     if error is None:
         return {"difference": difference, "interval": None}
-    reach = float(t.ppf(0.975, len(documents) - 1)) * error
+    reach = float(t.ppf(0.975, len(sizes) - 1)) * error
     return {"difference": difference, "interval": [difference - reach, difference + reach]}

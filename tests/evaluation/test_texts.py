@@ -40,26 +40,25 @@ def test_a_document_s_bits_are_those_of_its_tokens_in_rows_of_their_own():
             logits = logits_of(padded)[: len(row)]
             expected += (-jax.nn.log_softmax(logits)[np.arange(len(row)), np.array(row)] / np.log(2)).tolist()
         assert bits == pytest.approx(sum(expected), rel=1e-5)
-    result, size = figures(DOCUMENTS, measured), sum(len(text.encode()) for text in TEXTS)
-    assert result["bits_per_byte"] == pytest.approx(measured.sum() / size)
-    assert (result["documents"], result["bytes"]) == (5, size)
+    sizes = [len(text.encode()) for text in TEXTS]
+    result = figures(measured, sizes)
+    assert result["bits_per_byte"] == pytest.approx(measured.sum() / sum(sizes))
+    assert (result["documents"], result["bytes"]) == (5, sum(sizes))
 
 
 def test_a_small_difference_shared_by_all_documents_is_significant():
     random = np.random.default_rng(0)
-    hard = 1000 + 300 * random.standard_normal(40)
-    ours, theirs = hard - 5 + random.standard_normal(40), hard
-    documents = [Document(str(i), "x" * 1000) for i in range(40)]
-    result = compared(documents, ours, theirs)
+    hard, sizes = 1000 + 300 * random.standard_normal(40), [1000] * 40
+    result = compared(hard - 5 + random.standard_normal(40), hard, sizes)
     assert result["difference"] == pytest.approx(-0.005, abs=5e-4)
     assert result["interval"][0] < -0.005 < result["interval"][1] < 0
     width = result["interval"][1] - result["interval"][0]
-    assert width < ratio(hard.tolist(), [1000] * 40)[1] / 20  # without pairs the interval would contain 0
+    assert width < ratio(hard.tolist(), sizes)[1] / 20  # without pairs the interval would contain 0
     random = np.random.default_rng(1)
-    drawn = lambda: compared(documents, hard + random.standard_normal(40), hard)["interval"]
+    drawn = lambda: compared(hard + random.standard_normal(40), hard, sizes)["interval"]
     contain_0 = sum(low <= 0 <= high for low, high in (drawn() for _ in range(400)))
     assert contain_0 == pytest.approx(380, abs=18)  # 95% +- four standard deviations
-    assert compared(documents[:1], ours[:1], theirs[:1])["interval"] is None
+    assert compared(hard[:1], hard[:1], sizes[:1])["interval"] is None
 
 
 def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
