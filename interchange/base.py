@@ -9,8 +9,8 @@ from configs.files import cache_dir, in_bucket, with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
+from interchange.formats import newest_checkpoint
 from interchange.init_from import is_run, network_config, tokenizer_in
-from interchange.nanochat import newest_checkpoint
 from run.checkpoint_files import finished_steps
 from run.folder import record_of
 from run.record import fetch_locally

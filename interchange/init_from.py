@@ -15,8 +15,7 @@ from configs.schema import BatchConfig, Config, ModelConfig, UserError
 from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import Damaged, NoCheckpoint
-from interchange.formats import function_options, hf_config, model_of_hf, own_config, spelling, stored_arrays, turned
-from interchange.nanochat import config_of_checkpoint, nanochat_tokenizer, newest_checkpoint
+from interchange import formats
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
@@ -32,7 +31,7 @@ TOKENS_AT_A_TIME = 16_384  # in a measurement of a network, per device
 
 def is_network(folder: str | Path) -> bool:
     """Return whether a folder has a network's arrays, as no run's folder does."""
-    return newest_checkpoint(folder) is not None or any(Path(folder).expanduser().glob("*.safetensors"))
+    return formats.newest_checkpoint(folder) is not None or any(Path(folder).expanduser().glob("*.safetensors"))
 
 
 def is_run(folder: Path) -> bool:
@@ -43,9 +42,10 @@ def is_run(folder: Path) -> bool:
 def config_of(folder: str | Path) -> Config:
     """Return the Config whose `init_from` is this folder, to measure it with. Raise UserError for other
     architectures."""
-    if checkpoint := newest_checkpoint(folder):
+    if checkpoint := formats.newest_checkpoint(folder):
         try:
-            config = resolved(replace(config_of_checkpoint(checkpoint, TOKENS_AT_A_TIME), init_from=str(folder)))
+            config = formats.config_of_checkpoint(checkpoint, TOKENS_AT_A_TIME)
+            config = resolved(replace(config, init_from=str(folder)))
             validate(config)
         except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the meta file of {checkpoint} describes no network of ours: {error!r}") from error
@@ -64,11 +64,11 @@ def config_of(folder: str | Path) -> Config:
             path.resolve().parent.name, init_from=str(folder), batch=BatchConfig(length, rows * length, rows)
         )
         if kind == "nanochat":
-            model, describe = model_of_hf(theirs), hf_config
+            model, describe = formats.model_of_hf(theirs), formats.hf_config
         else:
             options = theirs["options"]
             model = ModelConfig(**options | {"vocab_size": theirs.get("vocab_size", options["vocab_size"])})
-            describe = own_config
+            describe = formats.own_config
         validate(config := resolved(replace(config, model=model)))
         for name, ours in describe(config).items():
             if name not in ("architectures", "auto_map", "options") and theirs.get(name) not in (None, ours):
@@ -85,8 +85,8 @@ def network_config(folder: Path) -> Config:
 
 def tokenizer_in(folder: Path) -> Path | None:
     """Return the folder with the tokenizer of a run or of a network, or None if it has none."""
-    if newest_checkpoint(folder):
-        return nanochat_tokenizer(folder)
+    if formats.newest_checkpoint(folder):
+        return formats.nanochat_tokenizer(folder)
     folder = folder / "tokenizer" if is_run(folder) else folder
     return folder if (folder / "tokenizer.json").exists() else None
 
@@ -114,7 +114,7 @@ def why_no_training(config: Config) -> str:
 def require_same_network(config: Config) -> None:
     """Raise UserError if the network in `config.init_from` computes another function than the options ask for."""
     config, folder = resolved(config), fetch_locally(config.init_from)
-    arrays = {} if is_run(folder) else stored_arrays(folder)
+    arrays = {} if is_run(folder) else formats.stored_arrays(folder)
     theirs, asked = network_config(folder).model, config.model
     others = _function(theirs)
     problems = [
@@ -128,7 +128,7 @@ def require_same_network(config: Config) -> None:
 
 
 def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> list[str]:
-    name_of, transposed = spelling(shapes)
+    name_of, transposed = formats.spelling(shapes)
     wanted = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_model(model, jnp.dtype(jnp.float32))[1]):
         name = path_name(path)
@@ -142,7 +142,7 @@ def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> lis
 
 def _function(model: ModelConfig) -> dict[str, Any]:
     """Return what determines a network's function. Different options may give the same windows."""
-    options = function_options(model)
+    options = formats.function_options(model)
     del options["window_pattern"], options["short_window"]
     windows = [window_of(model, layer) for layer in range(model.depth)]
     return options | {"windows of the blocks (window_pattern, short_window)": windows}
@@ -153,13 +153,13 @@ def read_params(config: Config, abstract: dict) -> dict:
     folder = fetch_locally(config.init_from)
     if is_run(folder):
         return Checkpoints(config.init_from).restore_params(abstract)[0]
-    stored = stored_arrays(folder)
-    name_of, transposed = spelling(stored)
+    stored = formats.stored_arrays(folder)
+    name_of, transposed = formats.spelling(stored)
 
     def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
         name = path_name(path)
         array = stored[name_of(name)][:]
-        array = (turned(name, array) if transposed else array).astype(np.float32)
+        array = (formats.turned(name, array) if transposed else array).astype(np.float32)
         array = np.pad(array, [(0, size - given) for size, given in zip(leaf.shape, array.shape)])
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 

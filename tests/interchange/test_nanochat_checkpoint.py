@@ -21,9 +21,8 @@ from configs.schema import MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, load_tokenizer
 from evaluation.network import open_network
-from interchange.formats import turned
+from interchange.formats import nanochat_name, turned
 from interchange.init_from import config_of, read_params, require_same_network, tokenizer_in
-from interchange.nanochat import nanochat_name
 from model.gpt import parameter_shapes
 from model.loss import softcap
 from tests.helpers import arrays_of
