@@ -50,7 +50,7 @@ def sizes_of(width: int, depth: int) -> Sizes:
     batch = {"sequence_length": LENGTH, "tokens_per_step": ROWS * LENGTH, "rows_per_device": ROWS}
     options = {f"model.{name}": value for name, value in {**model, "vocab_size": 1024, "dtype": "float32"}.items()}
     options |= {f"batch.{name}": value for name, value in batch.items()}
-    options |= {"data.source": f"{sysconfig.get_path('stdlib')}/*.py"}
+    options |= {"data.source": f"{sysconfig.get_path('stdlib')}/a*.py"}
     config = resolved(with_options(get_config(), options))
     built = build(config, jax.devices()[:1])
     text = text_of(config.data, config.model.vocab_size, LENGTH, ROWS)

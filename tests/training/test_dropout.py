@@ -1,6 +1,5 @@
 """Test that dropout depends on seed, step, row and layer only, and exists in training only."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -22,17 +21,15 @@ X = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (2, 64, 32)), jnp.float32
 
 
 @pytest.mark.medium
-def test_every_split_mesh_and_recomputation_gives_the_same_update():
+def test_another_split_mesh_and_recomputation_give_the_same_update():
     """Take two steps. Without the same masks the parameters would differ by percents."""
     rows = [random_rows(CONFIG, step) for step in range(2)]
     expected, expected_metrics = run_steps(CONFIG, rows)
-    others = [(4, (1, 1, 1), "block"), (1, (2, 2, 2), "products")]
-    for rows_per_device, sizes, remat in others:
-        options = {"batch.rows_per_device": rows_per_device, "model.remat": remat, "mesh": MeshConfig(*sizes)}
-        params, metrics = run_steps(with_options(CONFIG, options), rows, math.prod(sizes))
-        assert distance(params, expected) < 1e-6, (rows_per_device, sizes, remat)
-        losses, expected_losses = ([float(m["loss"]) for m in each] for each in (metrics, expected_metrics))
-        assert losses == pytest.approx(expected_losses, rel=1e-6)
+    options = {"batch.rows_per_device": 1, "model.remat": "products", "mesh": MeshConfig(2, 2, 2)}
+    params, metrics = run_steps(with_options(CONFIG, options), rows, 8)
+    assert distance(params, expected) < 1e-6
+    losses, expected_losses = ([float(m["loss"]) for m in each] for each in (metrics, expected_metrics))
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
 
 
 def test_keys_follow_seed_step_and_row_in_the_global_order():

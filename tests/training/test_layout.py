@@ -46,12 +46,12 @@ def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: i
 @pytest.mark.medium
 @pytest.mark.parametrize("config", [plain.of_depth(12), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
-    """Take depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""
+    """Take depths 14 to 50 on one node of up to eight devices, and on nodes of eight."""
     worst = 0.0
-    for depth in range(12, 49, 2):  # an odd depth has the next one's width
+    for depth in range(14, 51, 6):
         of_depth = resolved(replace(config, model=network_of_depth(config.model, depth)))
         parameters, is_muon = kinds(of_depth.model), of_depth.optimizer.matrices.kind == "muon"
-        for data in (2, 3, 6, 8, 24, 40, 48, 96, 256, 512, 1024):
+        for data in (2, 3, 6, 24, 40, 96, 1024):
             for nodes in (1, data // 8) if data % 8 == 0 else (1,):
                 worst = max(worst, memory_ratio(parameters, is_muon, data, nodes))
     assert 1.0 < worst <= 1.05

@@ -64,13 +64,10 @@ ONE = (1, 1, 1)
 
 
 def test_every_split_and_mesh_gives_the_reference_update():
-    """Take four consecutive steps in float32: K = 1, 4, 16 on one device, K = 2 on eight."""
+    """Take four consecutive steps in float32: K = 1, 16 on one device, K = 2 on eight."""
     config = tiny_config()
-    others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (1, (8, 1, 1)))]
+    others = [on_mesh(config, *sizes) for sizes in ((1, ONE), (1, (8, 1, 1)))]
     assert_same_steps(config, others, reference.train)
-
-
-ALL_FEATURES_ON = ((1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
 
 
 def test_a_step_without_valid_tokens_or_with_a_gradient_that_is_not_finite_changes_nothing():
@@ -115,4 +112,4 @@ def test_documents_side_by_side_give_the_update_of_documents_apart():
 def test_all_features_give_the_reference_update_for_every_split_and_mesh():
     """With four devices along `tensor` two share a key head: each computes a part, and its gradient is summed once."""
     config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 3})
-    assert_same_steps(config, [on_mesh(config, *size) for size in ALL_FEATURES_ON], reference.train)
+    assert_same_steps(config, [on_mesh(config, 2, (2, 2, 2)), on_mesh(config, 4, (1, 2, 4))], reference.train)
