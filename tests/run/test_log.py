@@ -1,5 +1,7 @@
 """Test the log of a run's steps: the line of each, when its metrics are read, and what is reported."""
 
+import json
+import platform
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +15,7 @@ import pytest
 
 from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
-from run.log import ENOUGH, MOST_SKIPPED, WINDOW, Clock, MetricsLog, ResumePoint, mfu_of
+from run.log import ENOUGH, MOST_SKIPPED, WINDOW, Clock, MetricsLog, ResumePoint, mfu_of, of_all_hosts
 from run.metrics import MetricsWriter
 from run.record import Times, read_metrics, seconds_by_activity
 from tests.helpers import tiny_config
@@ -207,7 +209,19 @@ def test_clock_counts_training_alone_over_all_starts(monkeypatch):
     now[0] += 1
     assert clock.seconds == 105
     assert clock.rates(60).tokens_per_second == 2 / 1
+    now[0] += 2
+    with clock.waiting():
+        now[0] += 3
+    assert clock.rates(60).own_seconds == 2
     clock.close()
+
+
+def test_the_slowest_and_the_fastest_host_are_named(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    another = json.dumps(["1 (b)", {"own_seconds": 9.0, "peak_memory_bytes": None}])
+    monkeypatch.setattr("run.log.exchange", lambda what, ours: [ours, another])
+    spread = {"min": 2.0, "min_host": f"0 ({platform.node()})", "max": 9.0, "max_host": "1 (b)"}
+    assert of_all_hosts({"own_seconds": 2.0, "peak_memory_bytes": None}) == {"hosts": {"own_seconds": spread}}
 
 
 def test_data_that_arrive_while_devices_work_cost_no_time(monkeypatch):
