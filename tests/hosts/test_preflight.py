@@ -125,53 +125,32 @@ def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch, shown_aft
 
 DIFFERENT = """
 import os
+import jax
 import hosts.preflight as preflight
 preflight.VISIBLE_SECONDS = 5
 if os.environ["JAX_PROCESS_ID"] == "1":
     preflight.versions = lambda: {"jax": "0.1"}
 from train import main
 from hosts.runtime import run_command
+
+compiled, compare = [], preflight.compare
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+)
+preflight.compare = lambda hosts: print("programs so far:", len(compiled)) or compare(hosts)
 run_command(main)
 """
 
 
 @pytest.mark.slow
-def test_a_start_names_the_host_that_differs(folder, tmp_path):  # noqa: F811
-    """Give the second of two another package and its own folder."""
+def test_a_start_names_the_host_that_differs_before_any_program_runs(folder, tmp_path):  # noqa: F811
+    """Give the second of two another package and its own folder. A program over devices that cannot cooperate would
+    hang before the message."""
     shutil.copytree(folder, tmp_path / "other")
     words = ["-c", DIFFERENT, "--config=tiny.py"]
     first, second = finish(start(words, words, folders=[folder, tmp_path / "other"], devices=[4]), 2)
+    assert "programs so far: 0\n" in first and "programs so far: 0\n" in second
     assert f"process 1 ({platform.node()}) has jax 0.1, the others" in first
     assert ": does not see runs/tiny of process 0" in first and "Traceback" not in first + second
     assert "process 0 of 2, with 4 of 8 cpu devices; mesh: " in first.splitlines()[0]
     assert not (folder / "runs" / "tiny").exists()
-
-
-TRAIN = """
-import jax
-import train
-from run import start
-from hosts.runtime import run_command
-
-compiled = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-)
-
-
-def report(*_):
-    print("programs before the preflight:", len(compiled))
-    raise SystemExit(0)
-
-
-start.preflight = report
-run_command(train.main)
-"""
-
-
-@pytest.mark.medium
-def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F811
-    """Otherwise a program over devices that cannot cooperate would hang before the preflight's message."""
-    command = ["-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
-    for output in finish(start(command, command, folders=[folder]), 0):
-        assert "programs before the preflight: 0\n" in output, output

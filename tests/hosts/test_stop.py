@@ -12,7 +12,6 @@ import pytest
 
 from configs.schema import HangConfig
 from hosts.stop import Stop, Watchdog
-from tests.hosts.processes import finish, start
 from tests.hosts.test_runtime import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -56,31 +55,6 @@ def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_except
                 pytest.fail("the run went on")
 
     assert exit_code(main) == code
-
-
-NOTICE = """
-import os, signal, time
-import jax
-from hosts.runtime import run_command, start_jax
-from hosts.stop import Stop
-def main():
-    with Stop() as stop:
-        start_jax()
-        if jax.process_index() > 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)  # a restore
-        with stop.deferred_signals():
-            for step in range(1001, 1201):
-                time.sleep(0.05)
-                if stop.agreed():
-                    return stop.agreed_code()
-run_command(main)
-"""
-
-
-@pytest.mark.slow
-def test_a_notice_before_the_first_step_of_a_resumed_run_stops_all_processes():
-    finish(start(["-c", NOTICE], ["-c", NOTICE]), 143)
 
 
 class Watched:
