@@ -43,18 +43,6 @@ def test_logits_equal_the_reference(options):
     np.testing.assert_allclose(softcap(logits, TINY.softcap), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.medium
-def test_the_cache_gives_the_full_pass():
-    """Fill it in pieces of several positions and of one."""
-    model, _ = build(replace(TINY, **ALL_FEATURES))
-    cache, logits, start = model.empty_cache(3, 24), [], 0
-    for size in (7, 1, 1, 11):
-        piece, cache = model(TOKENS[:, start : start + size], cache, start)
-        logits.append(piece)
-        start += size
-    np.testing.assert_allclose(jnp.concatenate(logits, axis=1), model(TOKENS)[0], rtol=1e-4, atol=1e-5)
-
-
 def test_the_initial_parameters_are_nanochats():
     """Compare with nanochat's init_weights: standard deviations of 0.8 (embedding), 0.001 (head), 1/sqrt(width)..."""
     width = 64

@@ -88,16 +88,15 @@ def test_hidden_blocks_are_not_read():
 
 @pytest.mark.slow
 def test_with_every_switch_on_runs_are_exact_and_continue_with_the_same_bits(monkeypatch, tmp_path):
-    """Train two steps with our kernels, gradients in splits, chunks of the loss and Muon's fewer passes. Micro-batches
-    change nothing, and the plain network is the same. A run that continues from a checkpoint has the bits of one that
-    was not interrupted."""
+    """Train two steps with our kernels, gradients in splits, chunks of the loss and Muon's fewer passes. The plain
+    network is the same. A run that continues from a checkpoint has the bits of one that was not interrupted."""
     monkeypatch.setattr("model.attention.attention_kernel", lambda *_: "hopper" if _[-1] else "plain")
     monkeypatch.setattr("model.gpt.norm_kernel", lambda *_: "gpu")
     for module, name in ((hopper, "attention"), (fused, "add_and_norm")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
     sizes = {"depth": 2, "heads": 1, "kv_heads": 1, "head_dim": 64, "window_pattern": "S", "short_window": 9}
-    plain = tiny_config(4, 1, 20, **sizes)
-    weights = np.ones((4, 20), np.float32)
+    plain = tiny_config(2, 1, 20, **sizes)
+    weights = np.ones((2, 20), np.float32)
     weights[0, 7:] = 0
     rows = [random_rows(plain, seed, weights) for seed in range(2)]
     plain = with_options(plain, {"optimizer.matrices.kind": "muon"})
@@ -109,8 +108,6 @@ def test_with_every_switch_on_runs_are_exact_and_continue_with_the_same_bits(mon
     config = with_options(plain, switches | {"optimizer.muon.products": "fewer_passes"})
     params, metrics = run_steps(config, rows)
     assert distance(params, expected) < 1e-5
-    whole, _ = run_steps(with_options(config, {"batch.rows_per_device": 4}), rows)
-    assert distance(whole, params) < 1e-6
 
     built, abstract = built_on(config, 1), built_on(config, 1).abstract_state
     with Saver(tmp_path, CheckpointConfig()) as saver:
@@ -134,23 +131,18 @@ from tools.programs.topologies import devices_of
 from tools.programs.compiled import compile_step
 from training.build import build
 from tests.helpers import tiny_config
-import sys
 kernels = ("attention", "add_and_norm")
 sizes = {"width": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": "bfloat16", "short_window": 128}
 config = tiny_config(4, 1, 512, window_pattern="S", kernels=kernels, **sizes)
-text = compile_step(build(config, devices_of(sys.argv[1]))).as_text()
-print(text.count('custom_call_target="mosaic_gpu_v2"'), text.count('custom_call_target="tpu_custom_call"'))
+text = compile_step(build(config, devices_of("h100:2"))).as_text()
+print(text.count('custom_call_target="mosaic_gpu_v2"'))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "compiler", "calls"), [("h100:2", "jax_cuda13_plugin", 2 * 5), ("v5e:2x2", "libtpu", 0)]
-)
-def test_a_step_with_every_kernel_compiles_for_devices_that_are_not_here(topology, compiler, calls):
-    """A layer has three attention kernels, and two of addition and norm; on a TPU splash attention's own."""
-    pytest.importorskip(compiler)
-    done = subprocess.run([sys.executable, "-c", COMPILE, topology], capture_output=True, text=True)
+def test_a_step_with_every_kernel_compiles_for_gpus_that_are_not_here():
+    """Each of two layers has three attention kernels, and two of addition and norm."""
+    pytest.importorskip("jax_cuda13_plugin")
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    of_gpu, of_tpu = map(int, done.stdout.split()[-2:])
-    assert of_gpu == calls and (of_tpu > 0) == (topology != "h100:2")
+    assert int(done.stdout.split()[-1]) == 2 * 5
