@@ -98,24 +98,18 @@ def test_old_checkpoints_are_deleted_by_the_thread_that_saves(gcs, tmp_path, mon
     assert threading.main_thread() not in threads
 
 
-def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs):
-    gcs.full = True
-    config = replace(tiny_config(), run_dir=RUN)
-    with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
-        preflight(config, make_mesh(MeshConfig()), "tokenizer")
-
-
-def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with_the_role(gcs):
-    """Refuse it, since tensorstore overwrites manifest.ocdbt and no save can succeed."""
-    gcs.keeps = True
-    checkpoints = Saver(RUN, CheckpointConfig())
-    checkpoints.save(1, state_on(1)[0], FACTS)
-    checkpoints.wait()
-    assert len(checkpoints.failures) == 1 and "manifest.ocdbt" in checkpoints.failures[-1].message
-    config = replace(tiny_config(), run_dir=RUN)
-    message = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
-    with pytest.raises(UserError, match=message):
-        preflight(config, make_mesh(MeshConfig()), "tokenizer")
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("full", f"cannot write to {RUN}: Forbidden"),
+        # tensorstore overwrites manifest.ocdbt: no save could succeed
+        ("keeps", r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"),
+    ],
+)
+def test_a_bucket_that_refuses_a_save_is_reported_before_the_first_step(gcs, fault, says):
+    setattr(gcs, fault, True)
+    with pytest.raises(UserError, match=says):
+        preflight(replace(tiny_config(), run_dir=RUN), make_mesh(MeshConfig()), "tokenizer")
 
 
 def test_a_missing_permission_is_named_with_its_role(gcs):

@@ -69,7 +69,6 @@ def names(folder: Path) -> list[str]:
     return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))
 
 
-MESHES = [(2, 2, 2), (3, 2, 1), (1, 1, 4), (5, 1, 1)]
 OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 
 
@@ -82,7 +81,7 @@ def abstract_on(sizes):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("source", "other"), zip(MESHES, [*MESHES[1:], MESHES[0]]), ids=str)
+@pytest.mark.parametrize(("source", "other"), [((2, 2, 2), (3, 2, 1)), ((5, 1, 1), (1, 1, 4))], ids=str)
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     """Restore the state on the next mesh and on one device, and the parameters alone."""
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Run configs/chat.py on a tiny run and a few conversations: killed, resumed, and resumed on another mesh."""
+"""Run configs/chat.py on a tiny run and a few conversations: complete, killed and resumed."""
 
 import json
 from pathlib import Path
