@@ -320,9 +320,6 @@ def test_docs_explain_every_key_of_a_run(untouched):
 
 
 # Failures of a run.
-FAST = ("--eval.every_steps=900",)
-
-
 def damage(path: Path) -> None:
     """Turn a bit in every 256 bytes of a checkpoint's arrays. Some bytes of these files belong to no array."""
     for file in path.rglob("d/*"):
@@ -450,7 +447,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_replaced_and_without_a_soun
     assert "is damaged" in capfd.readouterr().err
     (folder / "half" / "summary.json").unlink()
     before = lines_of(folder / "half")
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=half", *FAST) == Exit.UNREADABLE
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=half") == Exit.UNREADABLE
     assert "none of the checkpoints in" in capfd.readouterr().err
     assert lines_of(folder / "half") == before  # nothing restarts, and nothing is deleted
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}

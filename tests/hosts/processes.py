@@ -18,7 +18,6 @@ def environment_of(devices: int) -> dict[str, str]:
 
 def start(
     *commands: Sequence[str | Path],
-    port: int | None = None,
     folders: Sequence[Path] = (ROOT,),
     devices: Sequence[int] = (1,),
     variables: Callable[[int, int], dict[str, str]] | None = None,
@@ -26,7 +25,7 @@ def start(
     """Start a process for each of `commands`, Python's arguments. `folders` and `devices` have one value
     each, or one for all. `variables(index, port)` tells processes how to meet; by default, by
     JAX's variables."""
-    port = port or free_ports(1)[0]
+    port = free_ports(1)[0]
     number = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
     variables = variables or (lambda index, port: number | {"JAX_PROCESS_ID": str(index)})
     value_of = lambda values, i: values[i] if len(values) > 1 else values[0]
