@@ -177,8 +177,8 @@ def open_source(file: SourceFile) -> io.BufferedReader:
 
     repository, _, rest = file.url.removeprefix("hf:").partition("@")
     revision, _, name = rest.partition(":")
-    download = lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision)
-    return open(ask(file.url, download), "rb")
+    path = ask(file.url, lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision))
+    return open(path, "rb")
 
 
 def ask(what: str, ask: Callable[[], Any]) -> Any:
