@@ -77,9 +77,9 @@ def main() -> int:
     evaluation, folder = chosen(arguments), arguments.run_dir or arguments.from_
     start_jax()
     for one in filter(None, (folder, arguments.against)):
-        network_config(fetch_locally(one))  # a mistake is reported before any compute
-    if evaluation is held_out and is_network(fetch_locally(folder)):
-        raise UserError(f"{folder} is a network, not a run: it has no text of its own; give --source=PATH or --tasks")
+        network_config(local := fetch_locally(one))  # a mistake is reported before any compute
+        if evaluation is held_out and is_network(local):
+            raise UserError(f"{one} is a network, not a run: it has no text of its own; give --source=PATH or --tasks")
     results = {"from" if arguments.from_ else "run_dir": folder}
     results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
     if jax.process_index() == 0:

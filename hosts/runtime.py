@@ -62,15 +62,6 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-CODES: dict[type[Exception], Exit] = {
-    UserError: Exit.MISTAKE,
-    NoCheckpoint: Exit.UNREADABLE,
-    TrainingAborted: Exit.FAILED,
-    StorageLost: Exit.PEER_LOST,
-    StartAgain: Exit.PEER_LOST,
-}
-
-
 def leave(error: BaseException | None, code: int) -> None:
     """Leave the other processes of the run: together with them if all have come to their end, else at once, by the end
     of this process."""
@@ -85,6 +76,15 @@ def leave(error: BaseException | None, code: int) -> None:
             print("error: another process has stopped, or cannot be reached; start all again", file=sys.stderr)
         os._exit(Exit.PEER_LOST if of_devices else code)
     jax.distributed.shutdown()  # waits for the others
+
+
+CODES: dict[type[Exception], Exit] = {
+    UserError: Exit.MISTAKE,
+    NoCheckpoint: Exit.UNREADABLE,
+    TrainingAborted: Exit.FAILED,
+    StorageLost: Exit.PEER_LOST,
+    StartAgain: Exit.PEER_LOST,
+}
 
 
 def own_code(error: BaseException) -> Exit | None:

@@ -184,8 +184,8 @@ def _hub_files(source: str, revision: str) -> list[SourceFile]:
 
     repository, _, folder = source.removeprefix("hf:").partition(":")
     repository, _, asked = repository.partition("@")
-    of_commit = {"revision": asked or revision or None, "files_metadata": True}
-    facts = ask(source, lambda: HfApi().dataset_info(repository, **of_commit))
+    commit = asked or revision or None
+    facts = ask(source, lambda: HfApi().dataset_info(repository, revision=commit, files_metadata=True))
     within = _compiled(source, folder if glob.has_magic(folder) else f"{folder}/**" if folder else "**")
     chosen = [file for file in facts.siblings or [] if within.match(file.rfilename)]
     url = f"hf:{repository}@{facts.sha}:"

@@ -121,8 +121,7 @@ def _with_duplicates(tasks: list[Task], workers: int) -> list[Task]:
     """Return the tasks, each with the duplicates among its documents: those whose hash an earlier document has. A task
     ends at its number, not at a file. This takes about 80 bytes for each document."""
     hashes: list[np.ndarray] = []
-    _work(hash_texts, tasks, workers, lambda made: hashes.append(np.fromfile(made, np.uint64)))
-    hashes = [one.reshape(-1, HASH_BYTES // 8) for one in hashes]
+    _work(hash_texts, tasks, workers, lambda made: hashes.append(np.fromfile(made, (np.uint64, HASH_BYTES // 8))))
     every, ends = np.concatenate(hashes), np.cumsum([len(one) for one in hashes])
     order = np.lexsort(every.T)  # stable: equal hashes stay in order
     again = np.zeros(len(every), bool)

@@ -122,9 +122,10 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
     options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
     corpus = hold_out(find_corpus(settings.source, *options, settings.exclude))
-    options = {name: value for name, value in asdict(settings).items() if value or name != "exclude"}
-    made_from = options | {"version": corpus.version, "conversations": corpus.conversations}
+    made_from = asdict(settings) | {"version": corpus.version, "conversations": corpus.conversations}
     made_from = json.loads(json.dumps(made_from))  # as in the record
+    if not settings.exclude:
+        del made_from["exclude"]  # as in the records of versions without it
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
     facts = _continued(out, made_from)
