@@ -2,15 +2,17 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Int
 
 from configs.command_line import parse_arguments
@@ -24,10 +26,12 @@ from interchange.folders import beyond_hf, converses, write_hf, write_safetensor
 from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
-from run.checkpoint import read_in_shards
+from run.checkpoint import Checkpoints
+from run.folder import record_of
 from run.record import Events, batch_of, fetch_locally, scores
 from training.mesh import make_mesh
-from training.state import split_model
+from training.optimizer import path_name
+from training.state import abstract_params, split_model
 
 BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
 LOAD = """```python
@@ -107,6 +111,33 @@ def main() -> int:
         network = open_network(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
+
+
+def read_in_shards(
+    run_dir: str | Path, max_bytes: int, step: int | None = None
+) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters (as `load_run`) by their
+    dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
+    read."""
+    _, config = record_of(run_dir)
+    checkpoints = Checkpoints(run_dir)
+    step = checkpoints.asked(step)
+    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    shards: list[dict[tuple, Any]] = [{}]
+    size = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][tuple(part.key for part in path)] = leaf
+        size += nbytes
+
+    def read(shard: dict[tuple, Any]) -> dict[str, np.ndarray]:
+        params, _ = checkpoints.restore_params(unflatten_dict(shard), step)
+        return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    return config, step, map(read, shards)
 
 
 def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, license: str, chat: bool) -> str:

@@ -1,6 +1,6 @@
 """A network to measure or to sample, from a run or from a folder, and the options of commands that draw text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive, UserError
+from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network, tokenizer_in
-from run.checkpoint import load_run
+from run.checkpoint import Checkpoints
 from run.folder import record_of
 from run.record import fetch_locally
-from training.mesh import make_mesh
+from training.mesh import make_mesh, sizes_of
 from training.state import abstract_params, compute_dtype
 
 
@@ -97,7 +98,8 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Net
         require_same_network(config)
         tokenizer = load_tokenizer(tokenizer_in(folder) or folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
-    record_of(given)  # a folder that is no run is reported as such
+    facts, config = record_of(given)
+    validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     tokenizer = load_tokenizer(folder / "tokenizer")
-    run = load_run(given, mesh, step)
-    return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset)
+    params, step = Checkpoints(given).restore_params(abstract_params(config.model, mesh), step)
+    return Network(config, tokenizer, params, mesh, step, facts["dataset"])

@@ -4,7 +4,6 @@ Orbax does not detect flipped bits in an array's file, so checksums are saved wi
 read.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -14,28 +13,22 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, UInt32
 
 from configs.files import StorageLost, causes, first_line, in_bucket, is_transient, permission_hint, with_retries
-from configs.schema import Config, MeshConfig, UserError
-from configs.validation import validate
+from configs.schema import UserError
 from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
 from run.checkpoint_files import FACTS, checkpoint_folder, finished_steps, is_there, read_arrays, read_facts
-from run.folder import record_of
 from run.record import reading
-from training.build import build
-from training.mesh import make_mesh, sizes_of
 from training.optimizer import path_name
 from training.shares import padded
-from training.state import TrainState, abstract_params
+from training.state import TrainState
 
 CONTENT = (ValueError, LookupError, OSError)  # what Orbax, tensorstore and json raise for a damaged or missing file
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
@@ -239,59 +232,3 @@ def require_checksums(saved: dict[str, int], tree: Any, shapes: Mapping[str, Seq
 def digest(facts: dict) -> str:
     """Return the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-class Run(NamedTuple):
-    """The parts of a run that a command needs to use a checkpoint."""
-
-    config: Config
-    dataset: str
-    """Fingerprint of the dataset it trains on."""
-    params: dict
-    """Float32 parameters over the replicas of the mesh."""
-    step: int
-    """The checkpoint's step."""
-
-
-def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
-    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
-    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
-    facts, config = record_of(run_dir)
-    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    checkpoints = Checkpoints(run_dir)
-    abstract = abstract_params(config.model, mesh)
-    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step))
-
-
-def read_in_shards(
-    run_dir: str | Path, max_bytes: int, step: int | None = None
-) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
-    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters (as `load_run`) by their
-    dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
-    read."""
-    _, config = record_of(run_dir)
-    checkpoints = Checkpoints(run_dir)
-    step = checkpoints.asked(step)
-    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
-    shards: list[dict[tuple, Any]] = [{}]
-    size = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
-        nbytes = leaf.size * leaf.dtype.itemsize
-        if shards[-1] and size + nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][tuple(part.key for part in path)] = leaf
-        size += nbytes
-
-    def read(shard: dict[tuple, Any]) -> dict[str, np.ndarray]:
-        params, _ = checkpoints.restore_params(unflatten_dict(shard), step)
-        return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-    return config, step, map(read, shards)
-
-
-def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
-    """Return a run's checkpoints, and the abstract state to restore on one device."""
-    _, config = record_of(run_dir)
-    built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(run_dir), built.abstract_state

@@ -3,18 +3,21 @@
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+import jax
 import tyro
 from etils import epath
 
 from configs.command_line import Exit, parse_arguments
 from configs.files import StorageLost, first_line, in_bucket
-from configs.schema import AnyPath
+from configs.schema import AnyPath, MeshConfig
 from hosts.runtime import run_command, start_jax
-from run.checkpoint import open_for_reading
+from run.checkpoint import Checkpoints
+from run.folder import record_of
 from run.record import Events, fetch_locally, scores, seconds_by_activity
+from training.build import build
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    checkpoints, abstract = open_for_reading(arguments.run_dir)
+    _, config = record_of(arguments.run_dir)
+    checkpoints = Checkpoints(arguments.run_dir)
+    abstract = build(replace(config, mesh=MeshConfig()), jax.devices()[:1]).abstract_state
     record, damaged = fetch_locally(arguments.run_dir), False
     val_bpb = scores(record)
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")

@@ -10,7 +10,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from configs.schema import UserError
-from hosts.machines import Machine, Topology, machines
+from hosts.machines import Machine, machines
+from hosts.topology import Topology
 from model import parallel
 
 CORES = {

@@ -7,9 +7,10 @@ import pytest
 from bench.throughput import Sizes, sized
 from configs import plain
 from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
+from hosts.topology import Topology
 from model.gpt import parameter_counts
 from tools.programs.compiled import collectives, compile_step
-from tools.programs.topologies import Topology, devices_of, parse_topology
+from tools.programs.topologies import devices_of, parse_topology
 from training.build import build
 from training.mesh import axes_between
 
