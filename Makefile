@@ -2,9 +2,9 @@
 # make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
 # make reinforce [ARGS=--seed=1]                               fine-tune that run on sums, and improve it by reinforcement
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
-# make check                                                   lint, format, types, imports, words, and the house's size
+# make check                                                   lint, format, types, imports, words, and the repository's size
 # make docs                                                    check every link, and build the site: build/site/index.html
-# make house                                                   how large the house is
+# make house                                                   how large the repository is
 # make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone, with what the tests need; the driver chooses
 #                                                              CUDA unless it is named
 # make image [EXTRA=cuda,gcs] [PLATFORM=linux/amd64]           fetch wheels, and build the image `tokensum` from them

@@ -51,14 +51,15 @@ TURNS = [[{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "conte
 
 
 class Both(Hub):
-    """Serve ClimbMix and SmolTalk, each with one small file."""
+    """Serve ClimbMix and SmolTalk, each with one small file; SmolTalk has a test split, too."""
 
     repositories: ClassVar = {
         "karpathy/climbmix-400b-shuffle": {
             "shard_00000.parquet": table({"text": [" ".join(WORDS[i : i + 40]) for i in range(300)]})
         },
         "HuggingFaceTB/smol-smoltalk": {
-            "data/train-00000-of-00001.parquet": table({"messages": TURNS[:200], "source": ["made"] * 200})
+            "data/train-00000-of-00001.parquet": table({"messages": TURNS[:200], "source": ["made"] * 200}),
+            "data/test-00000-of-00001.parquet": table({"messages": TURNS[:20], "source": ["made"] * 20}),
         },
     }
 

@@ -105,4 +105,4 @@ def devices_of(topology: str) -> Any:
         name, several = f"{kind}:{'x'.join(map(str, chips))}", {"num_slices": slices} if slices > 1 else {}
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices
     except Exception as error:
-        raise UserError(f"--topology={topology}: {error}") from error
+        raise UserError(f"--topology={topology}: {error} (the compilers: make setup EXTRA=tpu,gpu-programs)") from error
