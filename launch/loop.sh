@@ -10,7 +10,7 @@
 #
 # SIGTERM and SIGINT go to train.py, which saves. The loop then ends with 143 or 130: another machine may start it again.
 #
-# DEADLINE, a time for `date --date` such as "2026-12-01 18:00" or @SECONDS, ends the run: SIGTERM, then SIGKILL after
+# DEADLINE, a time for `date --date` such as "YYYY-MM-DD HH:MM" or @SECONDS, ends the run: SIGTERM, then SIGKILL after
 # SAVE_SECONDS=600. The loop's code is then 124.
 set -u
 cd "$(dirname "$0")/.." || exit 2
