@@ -221,15 +221,15 @@ SMALL += ("--model.depth=1", "--model.width=256", "--model.heads=2", "--model.kv
 def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
     """XLA:TPU would move the sum out of the loop and keep complete gradients in it (the pass of openxla/xla#49143).
     Check the memory of a recomputed block too."""
-    output = on_tpu("v5e:4x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
+    output = on_tpu("v5e:2x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
     rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
     reduced, gradients = sums(output)
     assert gradients == (2 * 2048 * 256 + 12 * 256**2)  # 4 bytes each, over fsdp=4
     assert gradients <= reduced < gradients + 1024
-    # 0.07 GiB; 0.09 if every activation is stored
-    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.08
+    # 0.06 GiB; 0.11 if every activation is stored
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.07
 
 
 @pytest.mark.slow
