@@ -77,11 +77,6 @@ def test_a_preparation_tiktoken_and_tokenizers_give_the_same_tokens(documents):
         assert encoder.fast and [encoder.encode(text).tolist() for text in documents] == tokenizer.encode(documents)
 
 
-def test_a_preparation_encodes_blanks_that_tiktoken_cannot_take():
-    text = "a" + " " * 200_000 + "b"
-    assert ENCODERS[ORDERED].encode(text).tolist() == ORDERED.encode([text])[0]
-
-
 def test_tiktoken_is_not_used_if_a_tokenizer_joins_in_another_order_or_does_more():
     facts = json.loads(ORDERED.json)
     first, second, *others = facts["model"]["merges"]

@@ -1,8 +1,6 @@
 """Test which folders of other programs a run can start from, and what cannot be exported. test_transformers.py tests
 that the networks are equal."""
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,22 +103,6 @@ def test_options_that_keep_the_function_may_differ_and_others_not(windows):
     require_refused(config, r"\[5, None, None\], not \[512, None, None\]", short_window=0)
     require_refused(config, r"not \[None, None, None\]", window_pattern="L")
     require_refused(config, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)", width=64, heads=8)
-
-
-def test_a_broken_description_is_one_message(windows):
-    config, folder = windows
-    path = folder / "config.json"
-    before = path.read_bytes()
-    facts = json.loads(before)
-    changed = [{"depth": "deep"}, {"window_pattern": 3}, {"short_window": -1}, {"softcap": None}]
-    contents = [json.dumps(facts | {"options": facts["options"] | change}).encode() for change in changed]
-    for content, message in (
-        *((content, "cannot be read: ") for content in (b"", b"[1]", b"\xff")),
-        *((content, "describes another network than ours: --model.") for content in contents),
-    ):
-        path.write_bytes(content)
-        require_refused(config, re.escape(f"{path} {message}"))
-    path.write_bytes(before)
 
 
 def test_every_shipped_config_s_network_can_be_exported():

@@ -97,13 +97,6 @@ def greedy(config, params, tokens):
     return np.asarray(generate(params, buffer, lengths, seeds, prefill=5, temperature=0.0, top_k=0))
 
 
-def test_64_greedy_tokens_of_transformers_own_class_are_equal(tmp_path):
-    config, params, folder = written(tmp_path / "out", SIZES["plain"])
-    ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
-    theirs = loaded(folder).generate(ids, attention_mask=ones, max_new_tokens=64, **GREEDY)
-    np.testing.assert_array_equal(greedy(config, params, 64), theirs.numpy())
-
-
 @pytest.mark.medium
 def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everything):
     config, params, folder = everything

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import jax
-import plotly.graph_objects as go
 import pytest
 
 from configs.command_line import exit_code_of
@@ -76,23 +75,6 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
         assert asked <= {"file", "data"} and not browser.seen("Runtime.exceptionThrown")
 
 
-def test_every_plot_is_one_that_plotly_knows(runs):
-    read = report.read_runs(runs)
-    report.page(read)
-    for plot in report.PLOTS:
-        lines = report.traces(plot, read)
-        assert lines, plot.id
-        go.Figure({"data": lines, "layout": report.layout(plot, lines)})  # raises an error for unknown names and values
-
-
-@pytest.mark.parametrize(
-    ("values", "tick"), [([2.0, 3.0], None), ([1.0, 30.0], "D2"), ([1e-5, 1.0], 1), ([1e-30, 1.0], 5)]
-)
-def test_labels_of_a_logarithmic_axis_do_not_collide(values, tick):
-    """Plotly labels 2 and 5 for D2, and would label each digit of one or two powers of ten."""
-    assert report.log_tick([{"y": [0.0]}, {"y": values}]) == tick
-
-
 def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     """Use the names from the step and training/diagnostics.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
@@ -129,12 +111,6 @@ def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
     assert run(monkeypatch, "run", "second-run") == 0  # a page of several runs leaves those of one
     assert "second-run" not in (folder / "report.html").read_text()
     assert "second-run" in Path("report.html").read_text()
-
-
-@pytest.mark.parametrize("hurt", [None, {"groups": {"embed": None}}, {"noise_scale": "x"}])
-def test_incomplete_diagnostics_are_read(tmp_path, hurt):
-    folder = write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt})
-    assert "<html" in report.page([report.read_run(folder)])
 
 
 @pytest.mark.parametrize(

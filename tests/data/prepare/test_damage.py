@@ -96,14 +96,6 @@ def no_room(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_prepared_dataset_opens_on_a_read_only_disk(folder, monkeypatch, capfd):
-    expected = opened(folder).train[0][1]["inputs"].tolist()
-    shutil.rmtree(folder / "made" / "plans")
-    monkeypatch.setattr(Path, "mkdir", no_room)
-    assert opened(folder).train[0][1]["inputs"].tolist() == expected
-    assert "cannot be written: each start makes this plan again" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("write", [0, 2, 6, 10])
 def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path, monkeypatch, write):
     """Fill the disk at one write after another: the record, a tokenizer file, the record, a part, a shard."""
@@ -116,13 +108,6 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
     prepare(preparation(prepared), tmp_path / "out")
     for path in (prepared / "made").rglob("*.*"):
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.parametrize("function", ["corpus.open_source", "parts.write_whole"])
-def test_a_disk_that_fails_during_a_preparation_is_lost(prepared, tmp_path, monkeypatch, function):
-    monkeypatch.setattr(f"data.prepare.{function}", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StorageLost, match="Input/output error"):
-        prepare(preparation(prepared), tmp_path / "made", workers=1)
 
 
 def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):
