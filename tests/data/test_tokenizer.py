@@ -119,12 +119,6 @@ def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(changes):
     assert "b.txt decode from character" in tokenizer.text_lost({"a.txt": "", "b.txt": " Naïve  ﬁve"})
 
 
-def test_a_tokenizer_that_keeps_text_has_lost_none():
-    texts = {text[:9]: text for text in [*TEXTS, TRICKY, "  blanks at its ends \n"]}
-    for tokenizer in TOKENIZER, CONVERTED:
-        assert not tokenizer.text_lost() and not tokenizer.text_lost(texts)
-
-
 def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect():
     sentencepiece = foreign({"<s>": 0, "<0x0A>": 1, "▁hé": 2, "llo": 3}, "<s>")
     assert sentencepiece.token_bytes.tolist() == [0, 1, 4, 3] and sentencepiece.bos == 0

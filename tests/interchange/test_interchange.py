@@ -2,21 +2,18 @@
 that the networks are equal."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
 from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.prepare.selection import train_tokenizer
-from interchange import folders
 from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
 from interchange.init_from import read_params, require_same_network, require_same_vocabulary
 from model.gpt import GPT
@@ -118,22 +115,3 @@ def test_an_option_that_the_modeling_file_lacks_is_refused(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"modeling_tokensum.py has no model\.smear, which"):
         write_hf(tmp_path / "none", [arrays_of(params)], config, TOKENIZER)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("fails", ["write_text", "save_file"])
-def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatch, fails):
-    config, params = network()
-
-    def full(*_, **__):
-        raise SafetensorError("I/O error: No space left") if fails == "save_file" else OSError(28, "No space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path if fails == "write_text" else folders, fails, full)
-        with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
-            write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out.partial").mkdir()  # left by a killed export
-    write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(UserError, match="cannot be written"):
-        write_safetensors(tmp_path / "out" / "config.json" / "out", [arrays_of(params)], config, TOKENIZER)

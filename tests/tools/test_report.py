@@ -1,6 +1,5 @@
 """Run tools.report as a user does: in a browser its page fetches nothing, and every plot has its lines."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -85,20 +84,6 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
     assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)
-
-
-def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
-    folder = write_run(tmp_path / "run", batch=32_768)
-    summary = json.loads((folder / "summary.json").read_text()) | {"seconds_by_activity": {"restore": 12.5}}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    read, *others = report.read_runs([str(folder), f"{tmp_path}/./run"])
-    assert not others  # one folder is one run
-    assert read.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
-    assert read.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
-    assert read.course("grad_norms", "embed").steps == read.course("loss").steps == list(range(10, 401, 10))
-    assert read.names("grad_norms") == ["embed", "lm_head", "matrices"] and read.names("nothing") == []
-    shown = report.facts(read)
-    assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5"
 
 
 def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):

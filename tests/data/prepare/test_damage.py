@@ -12,12 +12,9 @@ from unittest.mock import Mock
 import pytest
 from tokenizers import Tokenizer, models
 
-from configs.files import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
-from data.dataset_folder import read_record
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import load_tokenizer
 from tests.data.preparations import write_files
 
 SIZE = 270
@@ -63,15 +60,6 @@ def test_every_reader_names_a_damaged_record(folder):
         for use in (lambda: opened(folder), lambda: prepare(preparation(folder), folder / "made")):
             with pytest.raises(UserError, match=r"dataset\.json is damaged, .*; delete .*made, and prepare it again"):
                 use()
-
-
-@pytest.mark.parametrize(("name", "open_it"), [("dataset.json", read_record), ("tokenizer.json", load_tokenizer)])
-def test_a_disk_that_fails_while_a_dataset_is_opened_is_lost(folder, monkeypatch, name, open_it):
-    (folder / "made" / "tokenizer.json").symlink_to("tokenizer/tokenizer.json")
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
-    with pytest.raises(StorageLost, match=rf"made/{name}: .*Input/output error"):
-        open_it(folder / "made")
 
 
 def test_a_damaged_plan_or_index_is_named(folder):

@@ -55,14 +55,6 @@ def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, 
         assert 250 < sum(shard[part]["tokens"] for part in ("train", "val") if part in shard) < 500 + 800
 
 
-@pytest.mark.parametrize(("count", "fraction", "counts"), [(2, 1e-9, [1, 1]), (5, 1e-9, [4, 1]), (5, 1 - 1e-9, [1, 4])])
-def test_each_split_gets_a_document_even_of_two(tmp_path, count, fraction, counts):
-    files = {f"{i}.txt": "some words and more of them " * 9 + str(i) for i in range(count)}
-    source = write_files(tmp_path / "text", files)
-    prepare(Preparation(source=source, vocab_size=270, val_fraction=fraction), tmp_path / "out")
-    assert [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")] == counts
-
-
 def test_fewer_than_two_texts_are_refused(tmp_path):
     for texts in ([], ["the same"], ["the same"] * 50):
         (tmp_path / "a.jsonl").write_text(jsonl(*({"text": text} for text in texts)) or "{}")

@@ -12,8 +12,10 @@ from configs.schema import DATA_AXES, MeshConfig
 from model.gpt import parameter_counts
 from tests.helpers import built_on, tiny_config
 from tools.programs.compiled import (
+    Collective,
     axes_crossed,
     collectives,
+    estimated_cycles,
     replica_groups,
 )
 from training.mesh import sizes_of
@@ -40,6 +42,92 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 def test_groups_in_every_notation_cross_the_right_axes(notation, axes):
     attributes = f", channel_id=1, {notation}, use_global_device_ids=true"
     assert axes_crossed(replica_groups(attributes, 8), MESH) == axes
+
+
+HLO = """HloModule hand_written, num_partitions=8
+
+%scattered (p: f32[64]) -> f32[32] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %rs = f32[32]{0} reduce-scatter(%p), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+%link.1 (q: bf16[8]) -> bf16[16] {
+  %q = bf16[8]{0} parameter(0)
+  ROOT %ag.1 = bf16[16]{0} all-gather(%q), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="7"}
+}
+
+%link.2 (q2: bf16[8]) -> bf16[16] {
+  %q2 = bf16[8]{0} parameter(0)
+  ROOT %ag.2 = bf16[16]{0} all-gather(%q2), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="7"}
+}
+
+%inner_condition (s: (s32[], f32[16])) -> pred[] {
+  %s = (s32[], f32[16]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+%inner_body (t: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %t = (s32[], f32[16]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %x = f32[16]{0} get-tuple-element(%t), index=1
+  %ar = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, \
+metadata={op_name="jit(f)/while/body/psum"}
+  %work = f32[16]{0} multiply(%ar, %ar), backend_config={"estimated_cycles":"10"}
+  ROOT %u = (s32[], f32[16]{0}) tuple(%j, %work)
+}
+
+%outer_body (v: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %v = (s32[], f32[16]{0}) parameter(0)
+  %w = (s32[], f32[16]{0}) while(%v), condition=%inner_condition, body=%inner_body
+  %y = f32[16]{0} get-tuple-element(%w), index=1
+  %b8 = bf16[8]{0} constant({...})
+  %f1 = bf16[16]{0} fusion(%b8), kind=kCustom, calls=%link.1, backend_config={"estimated_cycles":"100"}
+  %f2 = bf16[16]{0} fusion(%b8), kind=kCustom, calls=%link.2
+  %k = s32[] get-tuple-element(%w), index=0
+  ROOT %z = (s32[], f32[16]{0}) tuple(%k, %y)
+}
+
+ENTRY %main (in: (s32[], f32[16])) -> f32[16] {
+  %in = (s32[], f32[16]{0}) parameter(0)
+  %loop = (s32[], f32[16]{0}) while(%in), condition=%inner_condition, body=%outer_body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %r = f32[16]{0} get-tuple-element(%loop), index=1
+  %n = s32[] get-tuple-element(%loop), index=0
+  %ars = (f32[16]{0}, s32[]) all-reduce-start(%r, /*index=1*/%n), channel_id=1, replica_groups={}
+  %ard = (f32[16]{0}, s32[]) all-reduce-done(%ars)
+  %ags = (f32[16]{0}, f32[32]{0}) all-gather-start(%r), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %agd = f32[32]{0} all-gather-done(%ags)
+  %big = f32[64]{0} broadcast(%r), dimensions={0}, backend_config={"estimated_cycles":"1"}
+  %rss = ((f32[64]{0}), f32[32]{0}, u32[]) async-start(%big), calls=%scattered
+  %rsu = ((f32[64]{0}), f32[32]{0}, u32[]) async-update(%rss), calls=%scattered
+  %rsd = f32[32]{0} async-done(%rsu), calls=%scattered
+  %cps = (f32[16]{0}, f32[16]{0}, u32[], u32[]) collective-permute-start(%r), source_target_pairs={{0,2},{2,0}}
+  %cpd = f32[16]{0} collective-permute-done(%cps)
+  %alone = f32[16]{0} all-reduce(%r), channel_id=1, replica_groups=[8,1]<=[8]
+  ROOT %out = f32[16]{0} add(%cpd, %alone)
+}
+"""
+
+
+def test_every_kind_counts_once_with_its_bytes_and_its_loops():
+    everywhere = ("data", "fsdp", "tensor")
+    expected = [
+        Collective("all-reduce", "f32+s32", everywhere, False, 1, 68),
+        Collective("all-gather", "f32", ("data",), False, 1, 128),
+        Collective("collective-permute", "f32", ("fsdp",), False, 1, 64),
+        Collective("all-reduce", "f32", ("data",), True, 15, 64),
+        Collective("all-gather", "bf16", ("tensor",), True, 5, 32),
+        Collective("reduce-scatter", "f32", ("tensor",), False, 1, 256),
+    ]
+    assert collectives(HLO, MESH) == expected
+    assert estimated_cycles(HLO) == 15 * 10 + 5 * 100 + 1
+
+
+def test_a_loop_without_a_trip_count_is_refused():
+    with pytest.raises(ValueError, match=r"trip count of w is not in the program"):
+        collectives(HLO.replace("%three = s32[] constant(3)", "%three = s32[] parameter(1)"), MESH)
 
 
 def test_gradients_cross_data_once_after_the_scan():
@@ -121,7 +209,6 @@ def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
     """XLA:TPU would move the sum out of the loop and keep complete gradients in it (the pass of openxla/xla#49143).
     Check the memory of a recomputed block too."""
     output = on_tpu("v5e:2x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
-    assert "estimated cycles: " in output
     rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
