@@ -23,8 +23,8 @@ TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()
 NOTEBOOK = nbformat.reads(TEXT, as_version=4)
 SOURCES = {cell.id: cell.source for cell in NOTEBOOK.cells}
 TINY = """
---data.source=configs --model.width=32 --model.head_dim=8 --model.vocab_size=512 --batch.sequence_length=64
---batch.tokens_per_step=512 --eval.tokens=1024 --steps=4
+--data.source=configs --model.depth=1 --model.width=32 --model.head_dim=8 --model.vocab_size=512
+--batch.sequence_length=64 --batch.tokens_per_step=512 --eval.tokens=1024 --steps=4
 """
 
 

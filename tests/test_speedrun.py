@@ -27,7 +27,7 @@ from tools import plan, report
 PAGE = (ROOT / "docs/speedrun.md").read_text()
 CODE = "".join(re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S))
 LINES = CODE.replace("\\\n", "").splitlines()
-TINY = "--model.depth=2 --model.vocab_size=320 --batch.sequence_length=128 --batch.tokens_per_step=512 --steps=3"
+TINY = "--model.depth=1 --model.vocab_size=320 --batch.sequence_length=128 --batch.tokens_per_step=512 --steps=3"
 TINY += " --eval.tokens=1024 --batch.rows_per_device=2 --model.dtype=float32"
 MAINS = {
     "python -m data.prepare": (data.prepare.__main__.main, "--val_fraction=0.2 --workers=1"),

@@ -1,8 +1,6 @@
 """Test what configs/chat.py takes from the network that it fine-tunes."""
 
-import errno
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +8,6 @@ from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import SPLIT, convert_tiktoken
-from interchange.base import resumed_run
 from interchange.folders import write_safetensors
 from run.folder import write_record
 from tests.helpers import tiny_config
@@ -94,9 +91,3 @@ def test_a_base_without_the_tokens_of_conversations_is_refused_with_what_to_do(b
 def test_without_a_network_it_says_what_is_missing(words, says):
     with pytest.raises(UserError, match=says):
         chat(*words)
-
-
-def test_an_error_of_the_disk_that_passes_is_retried(monkeypatch):
-    looks = Mock(side_effect=[OSError(errno.EIO, "Input/output error"), []])
-    monkeypatch.setattr("interchange.base.finished_steps", looks)
-    assert resumed_run(BASE) is None and looks.call_count == 2

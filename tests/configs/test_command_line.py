@@ -123,12 +123,6 @@ def test_unknown_options_exit_with_code_2_and_are_named(word, message, capsys):
     assert message in words_of(capsys)
 
 
-@pytest.mark.parametrize("texts", [("a", "b c"), (), ("",)])
-def test_a_list_of_texts_is_given_one_after_the_other(texts):
-    words = [f"--config={SMALL}", "--eval.prompts", *texts, "--steps=3"]
-    assert parse("", argv=words)[0].eval.prompts == texts
-
-
 @pytest.mark.parametrize(
     ("argv", "path"),
     [([], "small"), (["--config"], "small"), (["--config="], "small"), (["--steps=3", "configs/plain.py"], "plain")],

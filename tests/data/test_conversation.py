@@ -16,7 +16,7 @@ from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import CHAT_TOKENS
 from tests.data import nanochat_conversations
-from tests.data.preparations import jsonl, read_shard, tokens_of, write_files
+from tests.data.preparations import read_shard, tokens_of
 
 USER, END_USER, ANSWER, END, *_ = CHAT_TOKENS
 TOKENIZER = train_tokenizer(["some words, and others"], 266)
@@ -104,18 +104,6 @@ def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_pat
         opened(chat, tmp_path, 4, too_long="drop")
     with pytest.raises(UserError, match=rf"{chat}: in its \d+ rows of 4 tokens no token of an assistant is left"):
         opened(chat, tmp_path, 4, too_long="cut")
-
-
-@pytest.mark.parametrize("too_long", ["cut", "drop"])
-def test_held_out_conversations_that_are_all_too_long_are_refused_with_the_lengths(tmp_path, too_long):
-    write = lambda name, question: write_files(tmp_path / "text", {name: jsonl(*[[message("user", question), A]] * 9)})
-    write("train.jsonl", "x"), write("validation.jsonl", "x" * 200)
-    TOKENIZER.save(tmp_path / "tokenizer")
-    settings = Preparation(source=f"{tmp_path}/text", conversations=True, tokenizer=f"{tmp_path}/tokenizer")
-    prepare(settings, tmp_path / "made")
-    says = "in its 9 held-out rows of 96 tokens no token" if too_long == "cut" else "on and 0 held out.*too_long=cut"
-    with pytest.raises(UserError, match=f"{says}.*; half of all have at most 106 tokens, and the longest 206$"):
-        opened(tmp_path / "made", tmp_path, too_long=too_long)
 
 
 def test_a_mixture_with_text_has_the_weights_of_each(chat, tmp_path):

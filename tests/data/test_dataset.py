@@ -2,9 +2,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -159,27 +156,6 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
     prints.append(opened(raw, cache, val_fraction=0.6).fingerprint)
     prints.append(opened(raw, cache, vocab_size=SIZE + 1).fingerprint)
     assert len(set(prints)) == 4
-
-
-@pytest.mark.medium
-def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
-    """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
-    os.mkfifo(tmp_path / "stdin")
-    stdin = os.open(tmp_path / "stdin", os.O_RDWR)
-    code = '"$0" -m data.prepare.raw $$ < "$1" & echo $!; read _'
-    command = ["sh", "-c", code, sys.executable, str(tmp_path / "stdin")]
-    parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    status = Path("/proc", parent.stdout.readline().strip(), "status")
-    ended = lambda: not status.exists() or "State:\tZ" in status.read_text()
-    time.sleep(3)
-    assert not ended()
-    parent.kill()
-    parent.wait()
-    until = time.monotonic() + 60
-    while not ended():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    os.close(stdin)
 
 
 def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import data.shards as module
 from configs.files import StorageLost
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, TokenStream, read_blocks, write_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, read_blocks, write_shard
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
@@ -122,11 +120,3 @@ def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monk
     read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(read, numbers))
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))
-def test_a_stream_reads_as_its_shards_joined(sizes, start, count):
-    joined = np.arange(sum(sizes))
-    stream = TokenStream(np.split(joined, np.cumsum(sizes)[:-1]))
-    assert len(stream) == len(joined)
-    assert stream.read(start, start + count).tolist() == joined[start : start + count].tolist()

@@ -77,11 +77,6 @@ def test_a_preparation_tiktoken_and_tokenizers_give_the_same_tokens(documents):
         assert encoder.fast and [encoder.encode(text).tolist() for text in documents] == tokenizer.encode(documents)
 
 
-def test_a_preparation_encodes_blanks_that_tiktoken_cannot_take():
-    text = "a" + " " * 200_000 + "b"
-    assert ENCODERS[ORDERED].encode(text).tolist() == ORDERED.encode([text])[0]
-
-
 def test_tiktoken_is_not_used_if_a_tokenizer_joins_in_another_order_or_does_more():
     facts = json.loads(ORDERED.json)
     first, second, *others = facts["model"]["merges"]
@@ -122,12 +117,6 @@ def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(changes):
     tokenizer = TextTokenizer(library.to_str())
     assert tokenizer.text_lost()
     assert "b.txt decode from character" in tokenizer.text_lost({"a.txt": "", "b.txt": " Naïve  ﬁve"})
-
-
-def test_a_tokenizer_that_keeps_text_has_lost_none():
-    texts = {text[:9]: text for text in [*TEXTS, TRICKY, "  blanks at its ends \n"]}
-    for tokenizer in TOKENIZER, CONVERTED:
-        assert not tokenizer.text_lost() and not tokenizer.text_lost(texts)
 
 
 def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect():

@@ -80,13 +80,6 @@ def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
     assert len(few) == 3 and set(few) < set(held_out)
 
 
-def test_missing_text_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    for source, message in (tmp_path / "no", "no: nothing found there; give `std"), (tmp_path, "no document with text"):
-        with pytest.raises(UserError, match=message):
-            read_documents(str(source), 10, "text", tmp_path)
-
-
 def test_a_tokenizer_that_loses_the_text_is_not_measured():
     library = Tokenizer.from_str(tokenizer().json)
     library.normalizer = Lowercase()

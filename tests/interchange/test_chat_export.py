@@ -2,9 +2,8 @@
 has code that gives our answers. Needs `make setup EXTRA=interop`."""
 
 import json
-import os
 import random
-import subprocess
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +28,11 @@ from export import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
 from tests.helpers import TINY, arrays_of
-from tests.interchange.run_card import run_card
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
 
 LENGTH = 64
-PYTHONS = os.environ.get("TRANSFORMERS_PYTHONS", "").split(os.pathsep)
-"""Pythons with torch and other versions of transformers. An empty name is this process."""
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)
 GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
@@ -59,10 +55,10 @@ def chat(request, tmp_path_factory):
     return written(tmp_path_factory.mktemp("chat") / "out", **request.param)
 
 
-def conversations(special: bool) -> list[list[dict]]:
-    """Return conversations of one to six messages, half of the answers with calls. `special` adds special tokens."""
+def conversations() -> list[list[dict]]:
+    """Return conversations of one to six messages, half of the answers with calls."""
     rng = random.Random(0)
-    words = [*" ".join(TEXTS).split(" "), " ", "\n", "\n\n", "'", "7", *[*CHAT_TOKENS, "<|bos|>"] * special]
+    words = [*" ".join(TEXTS).split(" "), " ", "\n", "\n\n", "'", "7"]
     text = lambda: rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(1, 9))) + "x"
     # The template would join two texts in a row.
     kinds = lambda: [kind for _ in range(rng.randint(1, 3)) for kind in ("text", *rng.choices([*PARTS][1:], k=2))]
@@ -77,7 +73,7 @@ def test_the_template_gives_our_tokens_and_mask(tokenizer, tmp_path):
     folder = written(tmp_path / "out", tokenizer)[2]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     jinja = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text())  # knows no tag of theirs
-    for messages in conversations(special=False):
+    for messages in conversations():
         for ask in (False, True):
             ours = render(tokenizer, messages_of(messages), ask)
             options = {"add_generation_prompt": ask, "return_assistant_tokens_mask": True}
@@ -89,44 +85,26 @@ def test_the_template_gives_our_tokens_and_mask(tokenizer, tmp_path):
             assert theirs(text, add_special_tokens=False).input_ids == ours
 
 
-def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat):
-    theirs = transformers.AutoTokenizer.from_pretrained(chat[2])
-    options, differ = {"return_dict": False, "add_generation_prompt": True}, 0
-    for messages in conversations(special=True):
-        ours = render(TOKENIZER, messages_of(messages), ask=True)
-        assert theirs.apply_chat_template(messages, sanitize_control_tokens=True, **options) == ours, messages
-        differ += theirs.apply_chat_template(messages, **options) != ours
-    assert differ > 100
-
-
-def run_elsewhere(python: str, folder: Path, asked: list[list[dict]]) -> dict | None:
-    """Return what `run_card` returns in another Python; None if its transformers lacks the architecture."""
-    command = [python, Path(run_card.__code__.co_filename), folder, json.dumps(asked)]
-    environment = os.environ | {"HF_MODULES_CACHE": f"{folder}.modules"}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if "does not recognize this architecture" in done.stderr:
-        return None
-    assert done.returncode == 0 and "custom code" not in done.stdout, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize("python", dict.fromkeys(["", *PYTHONS]))
-def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(python, chat, monkeypatch):
+def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(chat, monkeypatch):
     config, params, folder = chat
     questions = ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]
     asked = [[{"role": "system", "content": "be"}, {"role": "user", "content": text}] for text in questions]
     card = (folder / "README.md").read_text()
     monkeypatch.setattr("builtins.input", pytest.fail)  # "Do you wish to run the custom code?"
-    if (got := run_elsewhere(python, folder, asked) if python else run_card(str(folder), asked)) is None:
-        assert not beyond_hf(config.model) and "4.57.6 lacks NanoChatForCausalLM" in card
-        return
+    names = {"FOLDER": str(folder)}
+    exec(re.findall(r"(?s)```python\n(.*?)```", card)[0], names)
+    answers = [names["chat"](turns, do_sample=False, max_new_tokens=20)[0]["generated_text"][-1] for turns in asked]
+    encode = names["chat"].tokenizer
+    of_template = encode.apply_chat_template(asked[0], add_generation_prompt=True, return_dict=False)
+    text = encode.apply_chat_template(asked[0], add_generation_prompt=True, tokenize=False)
     prompts = [render(TOKENIZER, messages_of(messages), ask=True) for messages in asked]
     network = Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), make_mesh(MeshConfig(), jax.devices()[:1]))
     ours = [a for _, a in Engine(network).answers([(prompt, Sampling(temperature=0.0), 20) for prompt in prompts])]
-    assert [answer["content"] for answer in got["answers"]] == [TOKENIZER.decode(answer.tokens) for answer in ours]
+    assert [answer["content"] for answer in answers] == [TOKENIZER.decode(answer.tokens) for answer in ours]
     assert {answer.finished for answer in ours} == {"stop", "length"}
-    assert got["tokens"] == [prompts[0]] * 2 and got["version"] in card
+    assert of_template == encode(text, add_special_tokens=False).input_ids == prompts[0]
+    assert transformers.__version__ in card
 
 
 def test_more_tokens_find_room_in_every_table(chat):

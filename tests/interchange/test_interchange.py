@@ -1,24 +1,19 @@
 """Test which folders of other programs a run can start from, and what cannot be exported. test_transformers.py tests
 that the networks are equal."""
 
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
 from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.prepare.selection import train_tokenizer
-from interchange import folders
 from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
 from interchange.init_from import read_params, require_same_network, require_same_vocabulary
 from model.gpt import GPT
@@ -107,22 +102,6 @@ def test_options_that_keep_the_function_may_differ_and_others_not(windows):
     require_refused(config, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)", width=64, heads=8)
 
 
-def test_a_broken_description_is_one_message(windows):
-    config, folder = windows
-    path = folder / "config.json"
-    before = path.read_bytes()
-    facts = json.loads(before)
-    changed = [{"depth": "deep"}, {"window_pattern": 3}, {"short_window": -1}, {"softcap": None}]
-    contents = [json.dumps(facts | {"options": facts["options"] | change}).encode() for change in changed]
-    for content, message in (
-        *((content, "cannot be read: ") for content in (b"", b"[1]", b"\xff")),
-        *((content, "describes another network than ours: --model.") for content in contents),
-    ):
-        path.write_bytes(content)
-        require_refused(config, re.escape(f"{path} {message}"))
-    path.write_bytes(before)
-
-
 def test_every_shipped_config_s_network_can_be_exported():
     for name in shipped():
         assert set(beyond_hf(load_config(f"configs/{name}.py")[0].model)) <= REMOTE, name
@@ -136,22 +115,3 @@ def test_an_option_that_the_modeling_file_lacks_is_refused(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"modeling_tokensum.py has no model\.smear, which"):
         write_hf(tmp_path / "none", [arrays_of(params)], config, TOKENIZER)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("fails", ["write_text", "save_file"])
-def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatch, fails):
-    config, params = network()
-
-    def full(*_, **__):
-        raise SafetensorError("I/O error: No space left") if fails == "save_file" else OSError(28, "No space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path if fails == "write_text" else folders, fails, full)
-        with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
-            write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out.partial").mkdir()  # left by a killed export
-    write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(UserError, match="cannot be written"):
-        write_safetensors(tmp_path / "out" / "config.json" / "out", [arrays_of(params)], config, TOKENIZER)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,7 +25,6 @@ import export
 from configs.schema import BatchConfig, MeshConfig, ModelConfig
 from configs.validation import resolved
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import make_generate
 from export import largest_difference
 from interchange.folders import beyond_hf, write_hf
@@ -95,13 +93,6 @@ def greedy(config, params, tokens):
     buffer = np.concatenate([TOKENS[:, :5], np.zeros((2, tokens), np.int32)], axis=1)
     lengths, seeds = np.array([5, 5], np.int32), np.zeros(2, np.int32)
     return np.asarray(generate(params, buffer, lengths, seeds, prefill=5, temperature=0.0, top_k=0))
-
-
-def test_64_greedy_tokens_of_transformers_own_class_are_equal(tmp_path):
-    config, params, folder = written(tmp_path / "out", SIZES["plain"])
-    ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
-    theirs = loaded(folder).generate(ids, attention_mask=ones, max_new_tokens=64, **GREEDY)
-    np.testing.assert_array_equal(greedy(config, params, 64), theirs.numpy())
 
 
 @pytest.mark.medium
@@ -203,29 +194,6 @@ def test_bfloat16_is_the_rounded_network_and_is_read(everything, tmp_path):
     assert largest_difference(tmp_path / "out", rounded, config.model, TOKENS)[0] < 1e-4
     assert largest_difference(tmp_path / "out", params, config.model, TOKENS)[0] > 1e-3
     require_params(replace(config, init_from=str(tmp_path / "out")), rounded)
-
-
-def test_the_tokenizer_is_the_same(everything):
-    folder = everything[2]
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in [*TEXTS, "naïve 你好\n\n  x"]:
-        ids = TOKENIZER.encode([text])[0]
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
-        assert theirs(text)["input_ids"] == [TOKENIZER.bos, *ids]  # like each training document
-    assert theirs.bos_token_id == TOKENIZER.bos
-    assert load_tokenizer(folder).sha256 == TOKENIZER.sha256
-
-
-def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos(tmp_path):
-    content = json.loads(TOKENIZER.json)
-    theirs = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    other = TextTokenizer(json.dumps(content | {"post_processor": theirs}, indent=2))
-    written = Tokenizer.from_str(other.json_with_bos)
-    assert written.encode("to be").ids == [other.bos, *other.encode(["to be"])[0]]
-    again = TextTokenizer(other.json_with_bos)
-    assert again.json_with_bos == again.json
-    (tmp_path / "tokenizer.json").write_text(again.json)
-    assert load_tokenizer(tmp_path) == other
 
 
 def test_vllm_s_transformers_backend_takes_a_plain_network_and_refuses_others(tmp_path, everything):

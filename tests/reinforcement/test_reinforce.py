@@ -129,7 +129,8 @@ def assert_close(run_dir: Path, whole: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_on_another_mesh_change_only_rounding(folder):
     (folder / "few_alike.py").write_text(RECIPE + REWARD)
-    words = [ROOT / "reinforce.py", *WORDS, "--config=few_alike.py", "--run_dir=two", "--mesh.fsdp=2"]
+    options = ("--config=few_alike.py", "--run_dir=two", "--mesh.fsdp=2", "--eval.every_steps=9")
+    words = [ROOT / "reinforce.py", *WORDS, *options]
     finish(start(words, words, folders=[folder], devices=[2]), 0)
     assert_close(folder / "two", folder / "whole")
 

@@ -1,13 +1,11 @@
 """Run tools.report as a user does: in a browser its page fetches nothing, and every plot has its lines."""
 
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
-import plotly.graph_objects as go
 import pytest
 
 from configs.command_line import exit_code_of
@@ -76,23 +74,6 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
         assert asked <= {"file", "data"} and not browser.seen("Runtime.exceptionThrown")
 
 
-def test_every_plot_is_one_that_plotly_knows(runs):
-    read = report.read_runs(runs)
-    report.page(read)
-    for plot in report.PLOTS:
-        lines = report.traces(plot, read)
-        assert lines, plot.id
-        go.Figure({"data": lines, "layout": report.layout(plot, lines)})  # raises an error for unknown names and values
-
-
-@pytest.mark.parametrize(
-    ("values", "tick"), [([2.0, 3.0], None), ([1.0, 30.0], "D2"), ([1e-5, 1.0], 1), ([1e-30, 1.0], 5)]
-)
-def test_labels_of_a_logarithmic_axis_do_not_collide(values, tick):
-    """Plotly labels 2 and 5 for D2, and would label each digit of one or two powers of ten."""
-    assert report.log_tick([{"y": [0.0]}, {"y": values}]) == tick
-
-
 def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     """Use the names from the step and training/diagnostics.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
@@ -105,20 +86,6 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)
 
 
-def test_curves_are_over_every_axis_and_the_table_shows_seconds_by_activity(tmp_path):
-    folder = write_run(tmp_path / "run", batch=32_768)
-    summary = json.loads((folder / "summary.json").read_text()) | {"seconds_by_activity": {"restore": 12.5}}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    read, *others = report.read_runs([str(folder), f"{tmp_path}/./run"])
-    assert not others  # one folder is one run
-    assert read.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
-    assert read.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
-    assert read.course("grad_norms", "embed").steps == read.course("loss").steps == list(range(10, 401, 10))
-    assert read.names("grad_norms") == ["embed", "lm_head", "matrices"] and read.names("nothing") == []
-    shown = report.facts(read)
-    assert shown["steps"] == "400 of 400" and shown["seconds: restore"] == "12.5"
-
-
 def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", complete=False, logged=0)
     (folder / "metrics.jsonl").unlink()
@@ -129,12 +96,6 @@ def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
     assert run(monkeypatch, "run", "second-run") == 0  # a page of several runs leaves those of one
     assert "second-run" not in (folder / "report.html").read_text()
     assert "second-run" in Path("report.html").read_text()
-
-
-@pytest.mark.parametrize("hurt", [None, {"groups": {"embed": None}}, {"noise_scale": "x"}])
-def test_incomplete_diagnostics_are_read(tmp_path, hurt):
-    folder = write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt})
-    assert "<html" in report.page([report.read_run(folder)])
 
 
 @pytest.mark.parametrize(

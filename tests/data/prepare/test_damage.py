@@ -12,12 +12,9 @@ from unittest.mock import Mock
 import pytest
 from tokenizers import Tokenizer, models
 
-from configs.files import StorageLost
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
-from data.dataset_folder import read_record
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import load_tokenizer
 from tests.data.preparations import write_files
 
 SIZE = 270
@@ -65,15 +62,6 @@ def test_every_reader_names_a_damaged_record(folder):
                 use()
 
 
-@pytest.mark.parametrize(("name", "open_it"), [("dataset.json", read_record), ("tokenizer.json", load_tokenizer)])
-def test_a_disk_that_fails_while_a_dataset_is_opened_is_lost(folder, monkeypatch, name, open_it):
-    (folder / "made" / "tokenizer.json").symlink_to("tokenizer/tokenizer.json")
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
-    with pytest.raises(StorageLost, match=rf"made/{name}: .*Input/output error"):
-        open_it(folder / "made")
-
-
 def test_a_damaged_plan_or_index_is_named(folder):
     opened(folder)
     (plan,) = (folder / "made" / "plans").glob("train*")
@@ -96,14 +84,6 @@ def no_room(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_prepared_dataset_opens_on_a_read_only_disk(folder, monkeypatch, capfd):
-    expected = opened(folder).train[0][1]["inputs"].tolist()
-    shutil.rmtree(folder / "made" / "plans")
-    monkeypatch.setattr(Path, "mkdir", no_room)
-    assert opened(folder).train[0][1]["inputs"].tolist() == expected
-    assert "cannot be written: each start makes this plan again" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("write", [0, 2, 6, 10])
 def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path, monkeypatch, write):
     """Fill the disk at one write after another: the record, a tokenizer file, the record, a part, a shard."""
@@ -116,13 +96,6 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
     prepare(preparation(prepared), tmp_path / "out")
     for path in (prepared / "made").rglob("*.*"):
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.parametrize("function", ["corpus.open_source", "parts.write_whole"])
-def test_a_disk_that_fails_during_a_preparation_is_lost(prepared, tmp_path, monkeypatch, function):
-    monkeypatch.setattr(f"data.prepare.{function}", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StorageLost, match="Input/output error"):
-        prepare(preparation(prepared), tmp_path / "made", workers=1)
 
 
 def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path, monkeypatch, capfd):

@@ -16,7 +16,7 @@ import pytest
 import data.prepare.parts
 from configs.schema import UserError
 from data.prepare.listing import find_corpus
-from data.prepare.preparation import Preparation, cores, prepare
+from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from tests.data.preparations import ROOT, digests, facts_of, tokens_of
 
@@ -56,17 +56,6 @@ def serial(source, many_tasks, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("serial") / "out"
     prepare(source, out, workers=1)
     return out
-
-
-def test_the_processors_are_those_of_the_system_or_the_container_s_quota(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
-    for content, count in (("max 100000", 16), ("200000 100000", 2), ("50000 100000", 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "exists", lambda self: True)
-            patch.setattr(Path, "read_text", lambda self, content=content: content)
-            assert cores() == count
-    monkeypatch.delattr("os.sched_getaffinity")  # macOS has none
-    assert cores() >= 1
 
 
 KILLED = """

@@ -55,14 +55,6 @@ def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, 
         assert 250 < sum(shard[part]["tokens"] for part in ("train", "val") if part in shard) < 500 + 800
 
 
-@pytest.mark.parametrize(("count", "fraction", "counts"), [(2, 1e-9, [1, 1]), (5, 1e-9, [4, 1]), (5, 1 - 1e-9, [1, 4])])
-def test_each_split_gets_a_document_even_of_two(tmp_path, count, fraction, counts):
-    files = {f"{i}.txt": "some words and more of them " * 9 + str(i) for i in range(count)}
-    source = write_files(tmp_path / "text", files)
-    prepare(Preparation(source=source, vocab_size=270, val_fraction=fraction), tmp_path / "out")
-    assert [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")] == counts
-
-
 def test_fewer_than_two_texts_are_refused(tmp_path):
     for texts in ([], ["the same"], ["the same"] * 50):
         (tmp_path / "a.jsonl").write_text(jsonl(*({"text": text} for text in texts)) or "{}")
@@ -85,22 +77,6 @@ def test_the_tokenizer_sees_no_held_out_text_and_a_sample_of_every_file(settings
     assert 0 < sum(map(len, seen)) < sum(map(len, documents(tmp_path / "sampled", "train")))
     lines = sum("line" in text for text in seen)
     assert 0 < lines < 15 and len(seen) - lines > 10
-
-
-def test_a_tokenizer_of_another_language_is_called_one(tmp_path, capfd):
-    texts = lambda first: {f"{i}.txt": "".join(chr(first + j * (j + i) % 90) for j in range(900)) for i in range(20)}
-    korean, arabic = (write_files(tmp_path / name, texts(first)) for name, first in (("ko", 44032), ("ar", 1569)))
-    prepare(Preparation(source=arabic, vocab_size=400), tmp_path / "arabic")
-    tokenizer = f"{tmp_path}/arabic/tokenizer"
-    for source, warned in ((arabic, False), (korean, True)):
-        prepare(Preparation(source=source, tokenizer=tokenizer), tmp_path / f"out{warned}")
-        said = capfd.readouterr().err
-        assert (f"--tokenizer={tokenizer} takes 1.0" in said) == warned == ("tokens for a byte of" in said)
-    both = Preparation(source=(korean, arabic), vocab_size=400, exclude=("*.md",))
-    for _ in range(2):  # the second does nothing
-        prepare(both, tmp_path / "both")
-    prepare(Preparation(source=korean, tokenizer=f"{tmp_path}/both/tokenizer"), tmp_path / "korean")
-    assert "tokens for a byte of" not in capfd.readouterr().err
 
 
 def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, monkeypatch):

@@ -75,11 +75,10 @@ def test_logits_are_bfloat16_and_passed_over_seven_times_and_in_chunks_never_who
     assert not of_size(TOKENS * VOCAB, in_chunks) and {*of_size(TOKENS * VOCAB // 4, in_chunks)} == {"bf16"}
 
 
-@pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"window_pattern": "S", "short_window": 128}])
-def test_attention_runs_in_cudnn_without_transposing_heads(model):
-    """Nothing is transposed, repeated or copied around it, and no array has the scores. cuBLAS adds a product to a copy
-    of the stream, which is wider here than the heads."""
-    program = passes(**model, width=384)
+def test_attention_runs_in_cudnn_without_transposing_heads():
+    """Nothing is transposed, repeated or copied around it, in a block with a window and one without, and no array has
+    the scores. cuBLAS adds a product to a copy of the stream, which is wider here than the heads."""
+    program = passes(kv_heads=1, window_pattern="SL", short_window=128, width=384)
     assert sum("__cudnn$fmha" in i.attributes for i, _, _ in program) == 2 * DEPTH
     heads = {TOKENS * HEAD * n for n in (1, 2)}
     for i, written, _ in program:
@@ -88,7 +87,7 @@ def test_attention_runs_in_cudnn_without_transposing_heads(model):
         assert not (moved and heads & set(map(elements, written))), i
 
 
-@pytest.mark.parametrize("capability", [7.5, 8.6, 12.0])
+@pytest.mark.parametrize("capability", [7.5, 12.0])
 def test_cards_of_each_compute_capability_compile_with_their_kernel_and_type(capability, monkeypatch):
     """T4 multiplies float32 in our own kernel; from Ampere on, cuDNN takes bfloat16."""
     for module, name in ((parallel, "described_capability"), (fused_attention_stablehlo, "check_compute_capability")):
@@ -114,26 +113,22 @@ def test_sums_have_a_fixed_order():
     assert types and set(types) == {("s32", True)}
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_xla_gets_the_deterministic_option(monkeypatch, deterministic):
+def test_xla_gets_the_deterministic_option(monkeypatch):
     """XLA would rewrite a scatter-add of the network. The same option makes cuDNN's backward attention deterministic
     (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only on a GPU."""
     monkeypatch.setattr("model.layers.platform", lambda: "cpu")
-    config = replace(small(depth=1, vocab_size=1024), deterministic=deterministic)
-    assert set(scatters(config)) == {("f32", deterministic)}
+    config = replace(small(depth=1, vocab_size=1024), deterministic=True)
+    assert set(scatters(config)) == {("f32", True)}
 
 
-@pytest.mark.parametrize(("loss_chunks", "gib"), [(1, 21.8), (2, 19.3)])
-def test_memory_and_passes_of_d12(loss_chunks, gib):
-    """Measured when written: 21.79 and 19.24 GiB; passes outside of products and attention 703 GB, in one chunk. With
-    activations in float32: 24.5 GiB and 894 GB. nanochat's peak is 28.1 GiB.
-
-    XLA overwrites nothing that cuBLAS wrote, so logits and their gradient exist at once: 4 GiB each in one chunk."""
+def test_memory_and_passes_of_d12():
+    """Measured when written, with logits in two chunks: 19.24 GiB, and at most 703 GB of passes outside of products and
+    attention. With activations in float32: 24.5 GiB and 894 GB in one chunk. nanochat's peak is 28.1 GiB."""
     config = plain.of_depth(12)
-    config = sized(replace(config, model=replace(config.model, loss_chunks=loss_chunks)), Sizes(32, 8), 1)
+    config = sized(replace(config, model=replace(config.model, loss_chunks=2)), Sizes(32, 8), 1)
     program = compiled(config)
     memory = program.memory_analysis()
-    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gib * 2**30
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 19.3 * 2**30
     elementwise = lambda i: i.opcode != "custom-call" and not re.search("gemm|cublas|dynamic_slice_fusion", str(i))
     moved = [n * sum(map(type_bytes, (i.type, *reads))) for i, n, reads in kernels(program.as_text()) if elementwise(i)]
     assert sum(moved) < 710e9
@@ -175,8 +170,8 @@ def temporaries(config: Config) -> int:
 
 
 def test_with_fsdp_products_are_not_delayed_to_the_end(monkeypatch):
-    """It takes 57 MB; left to itself, XLA takes 89."""
-    config = small(depth=4, remat="block", vocab_size=1024)
+    """It takes 41 MB; left to itself, XLA takes 67."""
+    config = small(depth=3, remat="block", vocab_size=1024)
     batch = replace(config.batch, tokens_per_step=2 * config.batch.tokens_per_step)
     config = replace(config, batch=batch, mesh=MeshConfig(fsdp=2))
     ours = temporaries(config)
@@ -186,18 +181,17 @@ def test_with_fsdp_products_are_not_delayed_to_the_end(monkeypatch):
 
 
 def test_remat_products_keeps_at_most_three_quarters_of_what_none_keeps():
-    """Two blocks more take 22.2 MB instead of 34.7: a small network's peak is not in its blocks. (XLA for CPUs ignores
+    """A block more takes 11.1 MB instead of 17.4: a small network's peak is not in its blocks. (XLA for CPUs ignores
     recomputation.)"""
     of = lambda remat, depth: temporaries(small(vocab_size=1024, remat=remat, depth=depth))
-    assert of("products", 4) - of("products", 2) <= 0.75 * (of("none", 4) - of("none", 2))
+    assert of("products", 2) - of("products", 1) <= 0.75 * (of("none", 2) - of("none", 1))
 
 
-@pytest.mark.parametrize(("topology", "fsdp", "remat"), [("h200:1", 1, "none"), ("h200:8", 8, "block")])
-def test_backward_attentions_of_a_program_are_unequal(topology, fsdp, remat):
+def test_backward_attentions_of_a_program_are_unequal():
     """With --deterministic, XLA sets cuDNN's deterministic flag for the first of equal calls only, and the program
     fails in its first step. On an H100, every network of two layers or more did (JAX 0.11.2)."""
-    config = replace(small(vocab_size=1024, remat=remat), mesh=MeshConfig(fsdp=fsdp))
-    config = replace(config, batch=replace(config.batch, tokens_per_step=2 * TOKENS * fsdp))
-    text = compiled(config, topology).as_text()
+    config = replace(small(vocab_size=1024, remat="block"), mesh=MeshConfig(fsdp=8))
+    config = replace(config, batch=replace(config.batch, tokens_per_step=2 * TOKENS * 8))
+    text = compiled(config, "h200:8").as_text()
     calls = [line for line in text.splitlines() if "__cudnn$fmhaSoftmaxBackward" in line]
     assert len({line.split("backend_config=")[1] for line in calls}) == len(calls) == DEPTH

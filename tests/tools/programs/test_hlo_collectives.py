@@ -3,8 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from functools import cache
-from math import prod
 
 import jax
 import pytest
@@ -132,33 +130,22 @@ def test_a_loop_without_a_trip_count_is_refused():
         collectives(HLO.replace("%three = s32[] constant(3)", "%three = s32[] parameter(1)"), MESH)
 
 
-@cache
-def lowered(mesh: MeshConfig) -> tuple[jax.stages.Lowered, dict[str, int], int]:
-    """Lower a step of 4 micro-batches on eight devices. Return it, the mesh's shape, and the parameters per device."""
+def test_gradients_cross_data_once_after_the_scan():
+    """Before any pass of the compiler, too: so while-loop-all-reduce-code-motion cannot move a sum over `data`. It
+    miscompiled sums of scattered gradients (openxla/xla#49143)."""
+    mesh = MeshConfig(fsdp=2, tensor=2)
     config = replace(tiny_config(depth=1), mesh=mesh)
-    rows = 4 * 8 // mesh.tensor
+    rows = 4 * 8 // mesh.tensor  # of four micro-batches
     config = replace(config, batch=replace(config.batch, tokens_per_step=16 * rows, rows_per_device=1))
     built = built_on(config, 8)
     assert built.batch_shape[0] == 4
-    parameters = sum(parameter_counts(config.model).values()) // (mesh.fsdp * mesh.tensor)
+    shape, parameters = sizes_of(built.mesh), sum(parameter_counts(config.model).values()) // 4  # on each device
     step = built.train_step.lower(built.abstract_state, built.abstract_batch())
-    return step, sizes_of(built.mesh), parameters
-
-
-MESHES = pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2)], ids=["data", "all axes"])
-
-
-@MESHES
-def test_gradients_cross_data_once_after_the_scan(mesh):
-    """Before any pass of the compiler, too: so while-loop-all-reduce-code-motion cannot move a sum over `data`. It
-    miscompiled sums of scattered gradients (openxla/xla#49143)."""
-    step, shape, parameters = lowered(mesh)
     written, compiled = (collectives(text, shape) for text in (step.as_text("hlo"), step.compile().as_text()))
     for crossing in (written, compiled):
         assert not [c for c in crossing if c.in_loop and "data" in c.axes]
     assert {c.kind for c in written if "data" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
-    inner = prod(shape.values()) > shape["data"]
-    assert inner == bool([c for c in written if c.in_loop])  # the scan is recognised, and reduces over other axes
+    assert [c for c in written if c.in_loop]  # the scan is recognised, and reduces over other axes
     payload = lambda kind: sum(c.times * c.bytes_each for c in compiled if c.kind == kind and "data" in c.axes)
     assert payload("all-gather") == 4 * parameters
     assert payload("reduce-scatter") == 4 * parameters
@@ -221,15 +208,15 @@ SMALL += ("--model.depth=1", "--model.width=256", "--model.heads=2", "--model.kv
 def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
     """XLA:TPU would move the sum out of the loop and keep complete gradients in it (the pass of openxla/xla#49143).
     Check the memory of a recomputed block too."""
-    output = on_tpu("v5e:4x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
+    output = on_tpu("v5e:2x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
     rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
     reduced, gradients = sums(output)
     assert gradients == (2 * 2048 * 256 + 12 * 256**2)  # 4 bytes each, over fsdp=4
     assert gradients <= reduced < gradients + 1024
-    # 0.07 GiB; 0.09 if every activation is stored
-    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.08
+    # 0.06 GiB; 0.11 if every activation is stored
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.07
 
 
 @pytest.mark.slow
