@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -25,6 +26,7 @@ import export
 from configs.schema import BatchConfig, MeshConfig, ModelConfig
 from configs.validation import resolved
 from data.prepare.selection import train_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import make_generate
 from export import largest_difference
 from interchange.folders import beyond_hf, write_hf
@@ -244,3 +246,26 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     with pytest.raises(RuntimeError, match=r"above 0\.0, so other was removed"):
         exported("--out=other", "--verify")
     assert not Path("other").exists()
+
+
+def test_the_tokenizer_is_the_same(everything):
+    folder = everything[2]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS, "naïve 你好\n\n  x"]:
+        ids = TOKENIZER.encode([text])[0]
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
+        assert theirs(text)["input_ids"] == [TOKENIZER.bos, *ids]  # like each training document
+    assert theirs.bos_token_id == TOKENIZER.bos
+    assert load_tokenizer(folder).sha256 == TOKENIZER.sha256
+
+
+def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos(tmp_path):
+    content = json.loads(TOKENIZER.json)
+    theirs = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    other = TextTokenizer(json.dumps(content | {"post_processor": theirs}, indent=2))
+    written = Tokenizer.from_str(other.json_with_bos)
+    assert written.encode("to be").ids == [other.bos, *other.encode(["to be"])[0]]
+    again = TextTokenizer(other.json_with_bos)
+    assert again.json_with_bos == again.json
+    (tmp_path / "tokenizer.json").write_text(again.json)
+    assert load_tokenizer(tmp_path) == other
