@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -147,18 +146,6 @@ def test_a_file_without_room_is_named_and_keeps_its_content(write, tmp_path, mon
         write(tmp_path / "file", "after")
     assert error.value.filename == str(tmp_path / "file")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
-
-
-def test_a_line_that_fits_in_part_leaves_nothing(tmp_path):
-    (tmp_path / "file").write_text("before\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len("before\n") + 70, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            append_whole(tmp_path / "file", "x" * 99 + "\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (tmp_path / "file").read_text() == "before\n"
 
 
 def test_writes_left_by_a_failed_save_print_no_traceback(monkeypatch):

@@ -5,7 +5,6 @@ import re
 import threading
 from dataclasses import replace
 
-import fsspec.config
 import pytest
 from gcsfs.retry import HttpError
 
@@ -27,12 +26,6 @@ def under(gcs: FakeGCS, folder: str) -> set[str]:
     """Return the names of the folders in a folder."""
     prefix = f"runs/mine/{folder}/"
     return {name.removeprefix(prefix).split("/")[0] for name in gcs.objects if name.startswith(prefix)}
-
-
-def test_the_users_own_settings_of_the_store_stay(gcs, monkeypatch):
-    monkeypatch.setitem(fsspec.config.conf, "gcs", {"project": "mine"})
-    close(Saver(RUN, KEEP_ALL))
-    assert fsspec.config.conf["gcs"] == {"project": "mine", "use_listings_cache": False}
 
 
 def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_deleted(gcs):

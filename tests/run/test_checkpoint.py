@@ -20,7 +20,6 @@ from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserErr
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
-from run.record import Events
 from run.saver import Saver
 from tests.helpers import ALL_FEATURES, tiny_config
 from training.mesh import make_mesh
@@ -250,30 +249,6 @@ def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path, messages)
     assert Saver(tmp_path, KEEP_ALL).newest == 3 and names(tmp_path) == ["3"]
     assert len(list((tmp_path / "bad-checkpoints").iterdir())) == 1
     assert messages == ["checkpoint 99 cannot be read (it is incomplete); it is in bad-checkpoints"]
-
-
-def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch, messages):
-    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1))
-    with monkeypatch.context() as patch:
-        rename = type(checkpoints.folder).rename
-
-        def forbidden(path, target):
-            if str(target).endswith(".deleted"):
-                raise PermissionError("Forbidden")
-            return rename(path, target)
-
-        patch.setattr(type(checkpoints.folder), "rename", forbidden)
-        for step in (1, 2, 3):
-            checkpoints.save(step, state_on(1)[0], FACTS)
-            checkpoints.wait()
-        assert not checkpoints.failures and set(messages) == {
-            f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)
-        }
-    close(checkpoints)
-    saves = [event["step"] for event in Events(tmp_path).read() if event["event"] == "saved"]
-    assert saves == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
-    close(Saver(tmp_path, CheckpointConfig(keep=1)))
-    assert names(tmp_path) == ["3"]  # an earlier start could not delete the others
 
 
 # A full disk: files may not grow beyond a few bytes.

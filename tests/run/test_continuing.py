@@ -8,10 +8,7 @@ import jax
 import pytest
 
 from run.record import Events, read_metrics
-from run.start import check_processes
-from tests.helpers import tiny_config
 from tests.test_train import run, write_folder
-from train import Arguments
 
 CONFIG = """
 from configs.schema import *
@@ -167,14 +164,6 @@ def test_a_run_goes_back_to_an_older_checkpoint_once_and_another_seed_changes_it
     events = Events(run_dir).read()
     assert [event["step"] for event in events if event["event"] == "went_back"] == [2, 4]
     assert [(e["step"], e["tokens"]) for e in events if e["event"] == "start"] == [(0, 0), (2, 256), (4, 512)]
-
-
-def test_the_command_s_own_options_are_compared_across_processes(monkeypatch):
-    compared = []
-    monkeypatch.setattr("run.start.check_hosts_agree", lambda about, value: compared.append(value))
-    for arguments in (Arguments(), Arguments(resume_step=2), Arguments(accept_changes=True)):
-        check_processes(tiny_config(), arguments)
-    assert len({*compared}) == 3
 
 
 def test_each_start_records_its_versions(folder, monkeypatch):

@@ -27,7 +27,6 @@ from run import folder as run_folder
 from run.folder import RunLock
 from run.record import Events
 from run.saver import Saver
-from tests.helpers import tiny_config
 from tests.run.test_checkpoint import KEEP_ALL, saved, state_on
 
 FREE = {
@@ -236,14 +235,3 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
     monkeypatch.setattr("fcntl.flock", flock)
     with RunLock(tmp_path):
         assert len(pauses) == 3
-
-
-def test_a_disk_that_fails_at_the_start_is_retried_and_a_folder_that_cannot_be_made_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
-    monkeypatch.setattr(RunLock, "_take", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StorageLost, match="Input/output error"):
-        open_run(replace(tiny_config(), run_dir=str(tmp_path)), "print", accept_changes=False)
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.undo()
-    with pytest.raises(UserError, match="cannot be written"):
-        open_run(replace(tiny_config(), run_dir=str(tmp_path / "file" / "run")), "print", False)

@@ -15,7 +15,7 @@ import pytest
 
 from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
-from run.log import ENOUGH, MOST_SKIPPED, WINDOW, Clock, MetricsLog, ResumePoint, mfu_of, of_all_hosts
+from run.log import ENOUGH, MOST_SKIPPED, Clock, MetricsLog, ResumePoint, mfu_of, of_all_hosts
 from run.metrics import MetricsWriter
 from run.record import Times, read_metrics, seconds_by_activity
 from tests.helpers import tiny_config
@@ -116,25 +116,6 @@ def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
     assert f"python -m tools.dataset {tmp_path} --step={ENOUGH + 1}" in messages[0]
 
 
-def test_no_spike_is_reported_without_enough_earlier_losses(make, tmp_path):
-    feed(make(), [2.0] * (ENOUGH - 1) + [9.0])
-    assert not any("spike" in line for line in read_metrics(tmp_path))
-
-
-def test_the_losses_to_compare_with_are_resumed_from_a_checkpoint(make, tmp_path, messages, monkeypatch):
-    monkeypatch.setattr("run.log.SPIKE", 1.1)
-    options = {"log": LogConfig(1000), "steps": 900}
-    losses = [2.0 + (i * 37 % 11) / 20 for i in range(2 * WINDOW)]
-    feed(make(**options), losses)
-    expected = messages.copy()
-    messages.clear()
-    first = make(**options)
-    feed(first, losses[:70])
-    assert len(first.facts(70)["losses"]) == WINDOW
-    feed(make(step=70, losses=tuple(first.facts(70)["losses"]), **options), losses[70:], first=71)
-    assert messages == expected and messages
-
-
 def test_skipped_steps_are_reported_with_their_reason_and_ten_in_a_row_end_the_run(make, tmp_path, messages):
     log = make(log=LogConfig(100))
     log.step(1, metrics(2.0, skipped=1, norm=float("nan")))
@@ -159,11 +140,8 @@ def test_the_watchdog_watches_the_next_step(make, resumed):
     with make(step=resumed, hang=HangConfig(seconds=100)) as log:
         log.watchdog.dispatch(resumed + 1)
         dog = log.watchdog
-        assert (dog.finished, dog.dispatched, dog.allowed) == (
-            resumed,
-            resumed + 1,
-            600,
-        )  # six times the later
+        assert (dog.finished, dog.dispatched) == (resumed, resumed + 1)
+        assert dog.allowed == 600  # six times that of later steps
     assert dog.ended.is_set()
 
 

@@ -114,7 +114,6 @@ def test_a_request_during_an_evaluation_ends_it_and_saves(start, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "resumed", "process", "traced", "says"),
     [
-        ("", 0, 0, [], []),
         ("10:15", 9, 0, ["from 9", "to 15"], []),
         ("38:50", 0, 0, ["from 37", "to 40"], []),  # the part of the range within the run
         ("10:15", 0, 1, [], []),
@@ -124,11 +123,8 @@ def test_a_request_during_an_evaluation_ends_it_and_saves(start, monkeypatch):
 def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
     tmp_path, monkeypatch, messages, steps, resumed, process, traced, says
 ):
-    config, seen, step = (
-        replace(tiny_config(), run_dir=str(tmp_path), steps=40, profile=ProfileConfig(steps)),
-        [],
-        resumed,
-    )
+    config = replace(tiny_config(), run_dir=str(tmp_path), steps=40, profile=ProfileConfig(steps))
+    seen, step = [], resumed
     state: Any = {}
     monkeypatch.setattr(jax, "process_index", lambda: process)
     starts = lambda folder: seen.append(f"from {step}") or folder == tmp_path / "profile" or pytest.fail(folder)

@@ -60,26 +60,6 @@ def test_continuing_drops_what_came_after_the_checkpoint_and_a_half_written_line
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
-def test_both_show_each_step_once_with_its_time_after_any_number_of_resumes(tmp_path, monkeypatch):
-    """Start again from step 0 after a kill before the first checkpoint. Each step must appear once."""
-    now = 0.0
-    monkeypatch.setattr(run.metrics.time, "time", lambda: now)
-    starts = [
-        (0, range(0, 3), 9.0),
-        (0, range(0, 6), 1.0),
-        (3, range(4, 9), 2.0),
-        (8, range(9, 12), 3.0),
-        (9, range(10, 13), 4.0),
-    ]
-    for start, steps, loss in starts:
-        now = loss  # the time of the start, so that each point shows its own
-        write(tmp_path, start, [line(step, loss) for step in steps])
-    expected = list(enumerate([1.0] * 4 + [2.0] * 5 + [3.0] + [4.0] * 3))
-    assert [(entry["step"], entry["loss"]) for entry in lines_of(tmp_path)] == expected
-    assert scalars(tmp_path)["loss"] == expected
-    assert all(event.wall_time == event.value for event in shown(tmp_path / "tensorboard").Scalars("loss"))
-
-
 def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_path):
     samples = ["def a():\n    pass", "a\n````\nb"]
     write(tmp_path, 0, [{"step": 5, "loss": 1.5, "norm": {"embed": 2.0, "head": 3}, "mfu": None, "samples": samples}])

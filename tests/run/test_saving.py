@@ -135,14 +135,3 @@ def test_parameters_that_are_not_finite_are_refused(tmp_path):
     wrong = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
     with pytest.raises(TrainingAborted, match="not finite"):
         checkpoints.save(3, state._replace(params=wrong), FACTS)
-
-
-def test_a_damaged_checkpoint_on_another_disk_is_set_aside_there(tmp_path):
-    disk = tmp_path / "disk" / "checkpoints"
-    disk.mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(disk)
-    saved(tmp_path / "run", (1, 2))
-    (disk / "2" / "facts" / "metadata").write_text("{}")
-    _, facts = Saver(tmp_path / "run", KEEP_ALL).restore_newest(state_on(1)[1])
-    assert facts["step"] == 1 and len(list((tmp_path / "disk" / "bad-checkpoints").iterdir())) == 1
