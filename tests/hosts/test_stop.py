@@ -90,15 +90,6 @@ def test_a_step_may_take_the_least_time_or_many_times_its_like(monkeypatch):
     assert watched.reasons == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
 
 
-def test_steps_given_ahead_of_time_may_take_longer_by_as_much(monkeypatch):
-    watched = Watched(monkeypatch, seconds=100)
-    watched.take(1, seconds=20)
-    for step in range(2, 9):
-        watched.dog.dispatch(step)
-    assert watched.dog.allowed == 10 * 20 * 8
-    assert not watched.times_out_after(1599) and watched.times_out_after(1601)
-
-
 def test_the_first_step_may_take_longer(monkeypatch):
     watched = Watched(monkeypatch, seconds=100)
     watched.dog.dispatch(41)
