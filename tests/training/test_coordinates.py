@@ -7,7 +7,6 @@ A coordinate check (arXiv:2203.03466, D.1) of configs/nanochat.py's network and 
 import re
 import sysconfig
 from collections import defaultdict
-from functools import cache
 
 import jax
 import numpy as np
@@ -41,7 +40,6 @@ Sizes = dict[tuple[str, str], float]
 """By quantity and kind, the RMS over all layers. A kind is a part's or a parameter's name without the layer."""
 
 
-@cache
 def sizes_of(width: int, depth: int) -> Sizes:
     """Train for ten steps. Return the sizes of each part's output on the first batch, and of each parameter: before,
     and of the change; for a matrix's change also its norm."""
