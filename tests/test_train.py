@@ -177,15 +177,15 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
-    options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
-    measured = ("--run_dir=measured", "--diagnostics.every_steps=4")
+    options = ("--steps=24", "--log.every_steps=2", "--eval.every_steps=900", "--eval.prompts=", "--model.depth=1")
+    measured = ("--run_dir=measured", "--diagnostics.every_steps=2")
     for started in [start(folder, *options, *more) for more in (["--run_dir=plain"], measured)]:
         finish(started)
     logged = lambda name: [line for line in lines_of(folder / name) if "loss" in line]
-    assert len(logged("measured")) == 15 and logged("measured") == logged("plain")
+    assert len(logged("measured")) == 12 and logged("measured") == logged("plain")
     assert summary(folder / "measured")["params_sha256"] == summary(folder / "plain")["params_sha256"]
     measurements = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
-    assert [line["step"] for line in measurements] == list(range(4, 61, 4))
+    assert [line["step"] for line in measurements] == list(range(2, 25, 2))
     last = measurements[-1]["diagnostics"]
     assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
