@@ -17,7 +17,7 @@ from tests.test_train import CONFIG, PREEMPTED, ROOT, run, write_folder
 
 OPTIONS = (
     *("--config=tiny.py", "--steps=20", "--log.every_steps=1", "--eval.every_steps=20", "--checkpoint.every_steps=5"),
-    "--eval.tasks=core",
+    *("--eval.tasks=core", "--eval.prompts=", "--model.depth=1"),
 )
 RUN = "gs://bucket/runs/pod"
 
@@ -30,7 +30,7 @@ def of_steps(run_dir: Path) -> list[dict]:
 def test_machines_that_share_only_a_bucket_are_preempted_replaced_and_end_as_one_device(tmp_path, monkeypatch):
     """Preempt one of two: both end, and their disks are lost. Two others continue from gs:// alone, with a complete
     record. CORE's figures are one device's too. (tests/bench/test_chaos.py kills processes.)"""
-    folder = write_folder(tmp_path, CONFIG.replace("sample_tokens=8", "sample_tokens=8, items=16"))
+    folder = write_folder(tmp_path, CONFIG.replace("sample_tokens=8", "sample_tokens=8, items=12"))
     monkeypatch.chdir(folder)
     tasks = make_bundle(folder / "bundle") / "core.yaml"
     tasks.write_text(yaml.safe_dump({"icl_tasks": yaml.safe_load(tasks.read_text())["icl_tasks"][::4]}))  # of each kind

@@ -177,15 +177,15 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
-    options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
-    measured = ("--run_dir=measured", "--diagnostics.every_steps=4")
+    options = ("--steps=24", "--log.every_steps=2", "--eval.every_steps=900", "--eval.prompts=", "--model.depth=1")
+    measured = ("--run_dir=measured", "--diagnostics.every_steps=2")
     for started in [start(folder, *options, *more) for more in (["--run_dir=plain"], measured)]:
         finish(started)
     logged = lambda name: [line for line in lines_of(folder / name) if "loss" in line]
-    assert len(logged("measured")) == 15 and logged("measured") == logged("plain")
+    assert len(logged("measured")) == 12 and logged("measured") == logged("plain")
     assert summary(folder / "measured")["params_sha256"] == summary(folder / "plain")["params_sha256"]
     measurements = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
-    assert [line["step"] for line in measurements] == list(range(4, 61, 4))
+    assert [line["step"] for line in measurements] == list(range(2, 25, 2))
     last = measurements[-1]["diagnostics"]
     assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
@@ -271,14 +271,8 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     ("command", "arguments", "says"),
     [
         ("train", ["--config=tiny.py", "--batch.rows_per_devise=4"], "rows_per_device"),
-        ("train", ["--config=nowhere.py"], "nowhere.py"),
         ("train", ["--config=text/0.txt"], "text/0.txt"),
-        ("train", ["--config=tiny.py", "--batch.tokens_per_step=500"], "480 or 512"),
-        ("train", ["--config=tiny.py", "--mesh.data=3"], "2 cpu device"),
         ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
-        ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
-        ("train", ["--config=tiny.py", "--data.tokenizer=untouched/tokenizer", "--model.vocab_size=280"], "300 tokens"),
-        ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=untouched", "--prompt=the", "--tokens=1000"], "the longest prompt leaves room for "),
@@ -293,8 +287,6 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text holds no run"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "--tasks: not an option"),
-        ("evaluate", ["--run_dir=untouched", "--against=untouched"], "--against: not an option"),
-        ("evaluate", ["--run_dir=untouched", "--documents=3", "--out=x"], "--documents, --out: not an option"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text"], "text/core.yaml cannot be read"),
         ("train", ["--config=tiny.py", "--init_from=text"], "no *.safetensors there"),
     ],

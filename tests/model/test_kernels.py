@@ -1,11 +1,10 @@
 """Test which kernel attention takes, and compare the TPU's, interpreted, with XLA's attention: values and gradients.
-(tests/tools/programs/test_hlo_collectives.py compiles it for TPUs.)"""
+(tests/tools/programs compile it for TPUs, on meshes.)"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from model.attention import attend
 from model.kernels import attention_kernel, of_one_key_head, splash_attention
@@ -53,33 +52,6 @@ def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
     assert float(ours) == pytest.approx(float(expected), rel=1e-4, abs=1e-2)
     for a, b in zip(gradients, theirs):
         np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-def test_in_shard_map_results_vary_and_gradients_are_summed_over_the_right_axes():
-    """Use jax.shard_map's checks: rows over `data`, heads over `tensor`, and a matrix replicated on every device, whose
-    gradient is summed over all. Run it in a scan and jax.checkpoint, like blocks."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), 2 * (AxisType.Auto,), devices=jax.devices()[:4])
-    rows = PartitionSpec("data", None, "tensor")
-    generator = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(generator.standard_normal((2, 128, 2, 128)), jnp.float32) for _ in range(3))
-    segments = jnp.asarray(np.sort(generator.integers(0, 3, (2, 128)), axis=1), jnp.int32)
-    matrix = jnp.asarray(generator.standard_normal((128, 128)) / 8 * 128**-0.5, jnp.float32)
-
-    def loss(attention):
-        def of_one_device(matrix, q, k, v, segments):
-            block = jax.checkpoint(lambda q: attention(q @ matrix, k, v, segments))
-            total = jax.lax.scan(lambda sum, _: (sum + jnp.sum(jnp.sin(block(q))), None), jnp.sum(0 * q), length=2)[0]
-            return jax.lax.psum(total, ("data", "tensor"))
-
-        specs = (PartitionSpec(), rows, rows, rows, PartitionSpec("data"))
-        whole = jax.shard_map(of_one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-        return jax.jit(jax.value_and_grad(whole, (0, 1, 2, 3)))(matrix, q, k, v, segments)
-
-    ours, gradients = loss(lambda *arrays: splash_attention(*arrays, None, interpret=True))
-    expected, theirs = loss(lambda q, k, v, segments: attend(q, k, v, segment_ids=segments))
-    assert float(ours) == pytest.approx(float(expected), rel=1e-4)
-    for a, b in zip(gradients, theirs):
-        np.testing.assert_allclose(a, b, atol=1e-3)
 
 
 @pytest.mark.parametrize(

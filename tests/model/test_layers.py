@@ -1,19 +1,11 @@
 """Test products and norms, the type in which a matrix's gradient leaves its product, and sums of a table's rows."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-import model.layers
-from configs.schema import BATCH_AXES, DATA_AXES, MeshConfig
 from model.layers import SEGMENT_BLOCK, embed, matmul, rms_norm, segment_sum
-from model.parallel import mark_varying, psum, psum_over_tensor
-from training.mesh import make_mesh
-from training.shares import on_each_device
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 32), np.float32))
 KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
@@ -83,29 +75,3 @@ def test_values_are_added_in_a_fixed_order():
     text = jax.jit(segment_sum, static_argnums=2).lower(jnp.zeros((300, 8)), jnp.zeros(300, jnp.int32), 50).as_text()
     scatters = [line for line in text.splitlines() if "stablehlo.scatter" in line]
     assert len(scatters) == 1 and "unique_indices = true" in scatters[0], scatters
-
-
-def test_on_a_mesh_the_gradient_of_a_table_equals_a_scatter_s(monkeypatch):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    table = PartitionSpec("tensor", "fsdp")
-    tokens = np.random.default_rng(0).integers(0, 40, (8, 16), np.int32)
-    dy = np.random.default_rng(1).standard_normal((8, 16, 6), np.float32)
-
-    def gradient(platform: str) -> np.ndarray:
-        monkeypatch.setattr(model.layers, "platform", lambda: platform)
-
-        def for_one_device(share, tokens, dy):
-            look_up = partial(embed, axes=("tensor", "fsdp"), dtype=jnp.dtype("float32"))
-            looked_up = lambda share: psum_over_tensor(look_up(tokens, share))
-            _, backward = jax.vjp(looked_up, mark_varying(share, DATA_AXES))
-            return psum(backward(dy)[0], DATA_AXES)
-
-        rows = PartitionSpec(BATCH_AXES)
-        whole = on_each_device(for_one_device, mesh, jnp.dtype("float32"), (table, rows, rows), table)
-        return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
-
-    expected = np.zeros((40, 6))
-    np.add.at(expected, tokens, dy.astype(np.float64))
-    for platform in ("cpu", "gpu"):
-        np.testing.assert_allclose(gradient(platform), expected, rtol=1e-5, atol=1e-5)
-    assert (gradient("gpu") != gradient("cpu")).any()  # another order of summation proves that the platform was used

@@ -61,30 +61,25 @@ def generated(graphdef, params, buffer, lengths, seeds, **options):
     return generate(nnx.merge(graphdef, params), buffer, lengths, seeds, **options)
 
 
-def network_with(**options):
-    model, _ = build(replace(TINY, **options))
+def network_with_all_features():
+    model, _ = build(replace(TINY, **ALL_FEATURES))
     graphdef, params = nnx.split(model)
     return model, graphdef, nnx.to_pure_dict(params)
 
 
-@pytest.fixture(scope="module")
-def network():
-    return network_with()
-
-
-def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
+def sample(network, prompts=PROMPTS, temperature=1.0):
     _, graphdef, params = network
     buffer = np.zeros((len(prompts), LENGTH), np.int32)
     for row, prompt in zip(buffer, prompts):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": top_k}
-    seeds = np.arange(len(prompts), dtype=np.int32) + 1000 * seed
+    options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": 0}
+    seeds = np.arange(len(prompts), dtype=np.int32)
     return np.asarray(generated(graphdef, params, buffer, lengths, seeds, **options))
 
 
-def test_greedy_equals_the_full_pass_token_by_token():
-    network = network_with(**ALL_FEATURES)
+def test_greedy_equals_the_full_pass_token_by_token_and_rows_vary_by_their_seeds():
+    network = network_with_all_features()
     rows, full_pass = sample(network, temperature=0.0), jax.jit(lambda tokens: network[0](tokens)[0])
     for row, prompt in zip(rows, PROMPTS):
         tokens = np.zeros((1, LENGTH), np.int32)
@@ -92,10 +87,4 @@ def test_greedy_equals_the_full_pass_token_by_token():
         for position in range(len(prompt), LENGTH):
             tokens[0, position] = jnp.argmax(full_pass(tokens)[0, position - 1])
         assert row.tolist() == tokens[0].tolist()
-
-
-def test_seed_and_rows_vary_and_repeat(network):
-    same = sample(network, [[1, 2]] * 4)
-    assert len({tuple(row) for row in same}) == 4
-    np.testing.assert_array_equal(same, sample(network, [[1, 2]] * 4))
-    assert np.any(same != sample(network, [[1, 2]] * 4, seed=1))
+    assert len({tuple(row) for row in sample(network, [[1, 2]] * 4)}) == 4

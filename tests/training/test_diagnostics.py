@@ -1,4 +1,4 @@
-"""Compare a step's diagnostics with float64 sums of each unit's gradient, and with a known truth."""
+"""Compare a step's diagnostics with float64 sums of each unit's gradient."""
 
 from functools import cache
 from typing import Any
@@ -12,13 +12,11 @@ from flax import nnx
 from configs.schema import GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
-from training.diagnostics import signal_and_noise
 from training.mesh import parameter_layouts, resized
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
 from training.shares import ShardLayout
 from training.state import TrainState, split_model, stored_as
-from training.step import Squares
 
 ROWS, DATA, FSDP, STEPS = 32, 2, 2, 4
 CONFIG = with_options(
@@ -142,28 +140,3 @@ def test_every_quantity_equals_the_float64_reference():
         assert values["snr"][group] == pytest.approx(snr(group, [clip * whole[i] / total for i in of]), rel=1e-4)
     assert measures["clipped"] == float(metrics["grad_norm"] > CONFIG.optimizer.clip_norm)
     assert sorted(measures["blocks"]["gradient_norm"]) == [str(block) for block in range(CONFIG.model.depth)]
-
-
-def test_the_estimates_are_right_on_average():
-    """Use units of random sizes, whose gradients have a known mean and covariance. Over 4,000 steps the mean estimates
-    must be within four standard errors of the truth."""
-    generator = np.random.default_rng(0)
-    truth, deviation = generator.standard_normal(20), generator.uniform(1, 3, 20)
-
-    @jax.jit
-    @jax.vmap
-    def estimates(gradients, tokens):
-        """Estimate from two leaves, of 12 and 8 numbers."""
-        squares = lambda g: jnp.stack([jnp.sum(g[..., :12] ** 2, -1), jnp.sum(g[..., 12:] ** 2, -1)], -1)
-        kept = Squares(tokens[None, None], squares(gradients)[None, None], jnp.zeros(()))
-        count = tokens.sum()
-        return signal_and_noise(kept, count, squares(gradients.sum(0) / count), np.array([True, False]))
-
-    tokens = generator.integers(1, 50, (4000, 6))
-    draws = generator.standard_normal((4000, 6, 20)) * deviation * np.sqrt(tokens)[..., None]
-    signal, noise = estimates((tokens[..., None] * truth + draws).astype(np.float32), tokens.astype(np.int32))
-    for leaf, part in enumerate((slice(0, 12), slice(12, 20))):
-        for mean, known in ((signal, np.sum(truth[part] ** 2)), (noise, np.sum(deviation[part] ** 2))):
-            error = np.std(mean[:, leaf]) / np.sqrt(len(mean))
-            assert abs(np.mean(mean[:, leaf]) - known) < 4 * error, leaf
-            assert error < 0.05 * known  # small enough to expose a wrong estimate

@@ -11,7 +11,6 @@ from flax import nnx
 from configs.schema import MeshConfig, with_options
 from model.attention import Inputs
 from model.gpt import GPT
-from model.layers import dropout
 from model.rotary import rotary_angles
 from tests.helpers import TINY, built_on, distance, random_rows, run_steps, tiny_config
 from training.step import dropout_keys
@@ -41,17 +40,8 @@ def test_keys_follow_seed_step_and_row_in_the_global_order():
     assert len(np.unique(together, axis=0)) == 48
 
 
-def test_the_mean_over_keys_is_the_input():
-    keys = jax.random.split(jax.random.key(0), 4096)
-    drawn = dropout(jnp.broadcast_to(X[:1, :8, :8], (4096, 8, 8)), 0.25, keys, 0)
-    assert np.unique(np.round(drawn / X[0, :8, :8], 5)).tolist() == pytest.approx([0, 4 / 3], abs=1e-4)
-    error = np.sqrt(0.25 / 0.75 / 4096)
-    np.testing.assert_allclose(jnp.mean(drawn, axis=0) / X[0, :8, :8], 1, atol=5 * error)
-    assert jnp.mean(drawn == 0) == pytest.approx(0.25, abs=5 * error / 8)
-
-
 def test_only_outputs_of_attention_and_mlp_are_dropped_by_masks_of_their_own():
-    model = GPT(replace(TINY, dropout=0.5), jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    model = GPT(replace(TINY, dropout=0.25), jnp.dtype("float32"), rngs=nnx.Rngs(0))
     keys = jax.random.split(jax.random.key(1), 2)
     inputs = Inputs(jnp.zeros((2, 64), jnp.int32), None, rotary_angles(jnp.arange(64), 8, 1e5), None)
     masks = []
@@ -60,10 +50,10 @@ def test_only_outputs_of_attention_and_mlp_are_dropped_by_masks_of_their_own():
             used.kernel[...], unused.kernel[...] = jnp.ones_like(used.kernel[...]), jnp.zeros_like(unused.kernel[...])
             added, kept = (block(X, i, None)[0] - X for i in (inputs, inputs._replace(dropout_keys=keys)))
             masks.append(np.asarray(kept != 0))
-            np.testing.assert_allclose(kept, np.where(masks[-1], 2 * added, 0), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(kept, np.where(masks[-1], added / 0.75, 0), rtol=1e-4, atol=1e-4)
     rows = np.stack(masks).reshape(8, -1)  # two layers, two layouts, two rows
     agreement = (rows[:, None] == rows).mean(axis=-1)
-    np.testing.assert_allclose(agreement, 0.5 + 0.5 * np.eye(8), atol=0.06)
+    np.testing.assert_allclose(agreement, 0.625 + 0.375 * np.eye(8), atol=0.06)
 
 
 @pytest.mark.medium

@@ -93,20 +93,6 @@ def test_nodes_of_different_sizes_are_refused():
         arrange((12, 1, 1), device_groups(gpus(2, 8)[:12]))
 
 
-@pytest.mark.parametrize(
-    ("replicas", "rows", "rows_per_device", "expected"),
-    [
-        (1, 16, 4, (4, 4)),
-        (8, 16, 1, (2, 8)),
-        (4, 24, 3, (2, 12)),
-        (8, 16, 32, (1, 16)),  # more than a device's share is lowered to it
-    ],
-)
-def test_microbatches_follow_from_the_sizes_and_the_mesh(replicas, rows, rows_per_device, expected):
-    config = BatchConfig(sequence_length=32, tokens_per_step=32 * rows, rows_per_device=rows_per_device)
-    assert batch_shape(config, mesh(replicas)) == (*expected, 32)
-
-
 @example(replicas=8, rows=25, rows_per_device=2, length=4)
 @example(replicas=1, rows=12, rows_per_device=8, length=1)
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 12), st.sampled_from([1, 8]))
@@ -118,7 +104,7 @@ def test_every_size_works_or_is_refused_with_sizes_that_work(replicas, rows, row
         message = str(error)
     else:
         assert micro_batches * width == rows
-        assert width % replicas == 0
+        assert width == replicas * min(rows_per_device, rows // replicas)
         return
     assert re.match(rf"--batch\.(tokens_per_step={rows * length}|rows_per_device={rows_per_device}) ", message)
     proposed = message.split("; ", 1)[1]

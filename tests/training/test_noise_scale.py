@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import stdtrit
 
-from training.diagnostics import BLOCKS, WINDOW, Diagnosis, T, noise_scale
+from training.diagnostics import BLOCKS, WINDOW, Diagnosis, noise_scale
 
 
 def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[list[float], list[float]]:
@@ -19,7 +18,7 @@ def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0
 def test_the_truth_is_in_the_interval_as_often_as_it_should():
     scales = [noise_scale(*course(2.0, 1000.0, 64, 0.5, seed)) for seed in range(400)]
     inside = [scale.low <= 500 <= scale.high for scale in scales if scale and math.isfinite(scale.high)]
-    assert len(inside) > 390 and 0.9 < np.mean(inside) < 0.99
+    assert len(inside) > 390 and 0.93 < np.mean(inside) < 0.97
 
 
 def test_a_signal_that_may_be_zero_gives_a_lower_bound_and_few_steps_give_none():
@@ -28,10 +27,6 @@ def test_a_signal_that_may_be_zero_gives_a_lower_bound_and_few_steps_give_none()
     negative = noise_scale([-1.0] * 20, [3.0] * 20)  # negative values are reported as they come
     assert negative and negative.value == negative.high == math.inf
     assert noise_scale([1.0] * (BLOCKS - 1), [1.0] * (BLOCKS - 1)) is None  # too few steps
-
-
-def test_the_quantile_is_student_s():
-    assert pytest.approx(stdtrit(BLOCKS - 1, 0.975), rel=1e-14) == T
 
 
 def measured(signal: float, noise: float) -> dict:

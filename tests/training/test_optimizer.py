@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig, UserError
 from tests.helpers import TINY
-from training.optimizer import make_optimizer, peak_rates, scale_by_adam
+from training.optimizer import make_optimizer, scale_by_adam
 from training.state import split_model
 
 CONSTANT = ScheduleConfig("constant")
@@ -26,14 +26,6 @@ def test_an_unknown_group_is_refused_with_its_parameter(monkeypatch):
     monkeypatch.setattr("training.optimizer.parameter_groups", lambda model: {"blocks": {0: {"gate": "gates"}}})
     with pytest.raises(UserError, match=r"blocks\.0\.gate declares the optimizer group 'gates', but .* embed,"):
         make_optimizer(OptimizerConfig(), TINY, 100)
-
-
-def test_rates_of_tables_scale_with_the_width():
-    config = OptimizerConfig()
-    assert peak_rates(config, 768)["embed"] == config.embed.peak_rate
-    assert peak_rates(config, 192)["embed"] == 2 * config.embed.peak_rate
-    assert peak_rates(config, 192)["lm_head"] == 2 * config.lm_head.peak_rate
-    assert peak_rates(config, 192)["matrices"] == config.matrices.peak_rate
 
 
 def test_each_group_is_optax_adamw_with_its_own_options():
