@@ -15,12 +15,12 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_096,
-    "lines of tests": 14_746,
+    "lines outside tests": 19_078,
+    "lines of tests": 14_000,
     "lines of train.py": 148,
     "names that train.py imports": 30,
     "modules that train.py needs": 50,
-    "lines that train.py needs": 10_370,
+    "lines that train.py needs": 10_269,
     "options on the command line": 70,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")

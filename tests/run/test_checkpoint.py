@@ -82,19 +82,18 @@ def abstract_on(sizes):
 @pytest.mark.medium
 @pytest.mark.parametrize(("source", "other"), [((2, 2, 2), (3, 2, 1)), ((5, 1, 1), (1, 1, 4))], ids=str)
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
-    """Restore the state on the next mesh and on one device, and the parameters alone."""
+    """Restore the state on the next mesh, and the parameters alone."""
     generator = np.random.default_rng(0)
     draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
     whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
     checkpoints = Saver(tmp_path, KEEP_ALL)
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     close(checkpoints)
-    for target in (other, (1, 1, 1)):
-        abstract = abstract_on(target)
-        restored, _ = Checkpoints(tmp_path).restore(5, abstract)
-        assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
-        jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
-    params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params)
+    abstract = abstract_on(other)
+    restored, _ = Checkpoints(tmp_path).restore(5, abstract)
+    assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
+    jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
+    params, _ = Checkpoints(tmp_path).restore_params(abstract.params)
     assert params_sha256(params, OTHER.model) == params_sha256(whole.params, OTHER.model)
 
 

@@ -86,15 +86,11 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_keeps_its_record(
     assert content(run_dir) == before
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [("--model.width=48", "model.width: 32 -> 48"), ("--optimizer.matrices.kind=muon", "made with another optimizer")],
-)
-def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys, change, says):
-    run_dir = copy_of(folder, f"changed{change}")
-    before = content(run_dir)
+def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys):
+    run_dir = copy_of(folder, "changed")
+    before, change = content(run_dir), "--optimizer.matrices.kind=muon"
     assert start(monkeypatch, folder, f"--run_dir={run_dir}", "--accept_changes", "--steps=7", change) == 2
-    assert says in capsys.readouterr().err and content(run_dir) == before
+    assert "made with another optimizer" in capsys.readouterr().err and content(run_dir) == before
     assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command is still accepted
 
 

@@ -21,7 +21,7 @@ def test_an_epoch_of_conversations_is_complete_and_resumed_to_the_bit_without_it
     message = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}
     chats = [[message("user", i, 1 + i % 3), message("assistant", 2 * i, 1 + i % 5)] for i in range(120)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    assert start("--config=tiny.py", "--run_dir=base") == 0
+    assert start("--config=tiny.py", "--run_dir=base", "--steps=2") == 0
     made = ("--source=chats.jsonl", "--conversations", "--out=chats", "--tokenizer=base/tokenizer")
     assert run("prepare", monkeypatch, *made, "--val_fraction=0.2") == 0
     assert start(*CHAT, *OFTEN, "--run_dir=chat") == 0
