@@ -141,7 +141,7 @@ def test_the_watchdog_watches_the_next_step(make, resumed):
         log.watchdog.dispatch(resumed + 1)
         dog = log.watchdog
         assert (dog.finished, dog.dispatched) == (resumed, resumed + 1)
-        assert dog.allowed == 600  # six times that of later steps
+        assert dog.allowed == 600  # six times a later one
     assert dog.ended.is_set()
 
 
