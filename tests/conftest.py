@@ -59,9 +59,11 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first, then files with medium ones. A long test that starts last leaves a core idle."""
-    medium = {item.path for item in items if item.get_closest_marker("medium")}
-    items.sort(key=lambda item: 0 if item.get_closest_marker("slow") else 1 if item.path in medium else 2)
+    """Let each process begin with its share of the slow tests. A long test that starts last leaves a core idle."""
+    slow, others = ([item for item in items if bool(item.get_closest_marker("slow")) is one] for one in (True, False))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    size = -(-len(others) // count)
+    items[:] = [item for i in range(count) for item in slow[i::count] + others[i * size : (i + 1) * size]]
 
 
 @pytest.fixture(autouse=True)

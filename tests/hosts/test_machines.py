@@ -24,7 +24,6 @@ KINDS = {
     "NVIDIA A100-PCIE-40GB": "a100_40gb",
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA GB200": "gb200",
-    "NVIDIA L4": "l4",
     "NVIDIA GeForce RTX 4090": "rtx_4090",
     "Tesla T4": "t4",
     "Tesla V100-SXM2-16GB": "v100",
