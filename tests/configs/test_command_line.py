@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -72,12 +71,6 @@ def test_overrides_change_single_options(before, after):
     }
 
 
-def test_a_program_without_a_spec_may_parse(monkeypatch):
-    """pdb runs train.py in such a module, and a notebook its second %run."""
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())
-    assert parse("", argv=[f"--config={SMALL}", "--steps=7"])[0].steps == 7
-
-
 def test_a_switch_takes_true_and_false_and_a_command_has_options_of_its_own(monkeypatch):
     words = [f"--config={SMALL}", "--deterministic=False", "--model.smear=False", "--model.backout=True"]
     config, extra = parse(None, Extra, [*words, "--accept_changes=True", "--name=True", "--eval.prompts", "f(x=True"])
@@ -121,15 +114,6 @@ def test_unknown_options_exit_with_code_2_and_are_named(word, message, capsys):
         parse("", argv=[f"--config={SMALL}", word])
     assert exit_info.value.code == 2
     assert message in words_of(capsys)
-
-
-@pytest.mark.parametrize(
-    ("argv", "path"),
-    [([], "small"), (["--config"], "small"), (["--config="], "small"), (["--steps=3", "configs/plain.py"], "plain")],
-)
-def test_a_missing_config_is_refused_with_one_to_try(argv, path):
-    with pytest.raises(UserError, match=rf"--config is missing; try --config=configs/{path}\.py"):
-        parse("", argv=argv)
 
 
 def test_a_missing_config_file_is_refused_with_the_existing_ones_or_the_place_to_look(tmp_path, monkeypatch):

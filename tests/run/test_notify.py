@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import os
 import sys
+import time
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from configs.schema import LogConfig
-from run import metrics
+from run import ending, metrics
 from run.ending import notify_of_failure, tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Events
@@ -24,6 +26,16 @@ def test_the_command_receives_event_and_run(tmp_path):
     shown = "$TOKENSUM_EVENT,$TOKENSUM_STEP,$TOKENSUM_RUN,$TOKENSUM_RUN_DIR,$TOKENSUM_MESSAGE"
     tell(config_with(tmp_path, on_event=f'echo "{shown}"'), "end", "it's \0 done", 7)
     assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
+
+
+def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(ending, "COMMAND_SECONDS", 0.1)
+    began = time.monotonic()
+    tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
+    assert time.monotonic() - began < 30
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    os.kill(int((tmp_path / "pid").read_text()), 15)
 
 
 def test_a_command_that_cannot_start_is_only_reported_and_one_process_starts_it(tmp_path, monkeypatch, capfd):

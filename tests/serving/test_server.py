@@ -223,6 +223,28 @@ def test_several_requests_are_answered_at_once_and_those_beyond_the_queue_refuse
     assert engine.together == 3
 
 
+def test_others_are_answered_while_long_texts_become_tokens(monkeypatch):
+    """There are more long texts than asyncio has threads."""
+    engine, begun, finish = FakeEngine(endless), [], threading.Event()
+
+    def slow(*arguments, **options):
+        begun.append(1)
+        assert finish.wait(60)
+        return render(*arguments, **options)
+
+    with served(engine, queue=40) as client, ThreadPoolExecutor(40) as pool:
+        stream = ask(client, stream=True)
+        monkeypatch.setattr("serving.request.render", slow)
+        others = [pool.submit(ask, client, max_tokens=1) for _ in range(40)]
+        wait_until(lambda: len(begun) == min(32, (os.cpu_count() or 1) + 4) and load(client) == (1, 0))
+        (answer,) = engine.active
+        before = len(answer.tokens)
+        wait_until(lambda: len(answer.tokens) > before + 100)
+        stream.close()
+        finish.set()
+        assert {other.result().usage.completion_tokens for other in others} == {1}
+
+
 def test_what_a_client_no_longer_waits_for_frees_its_slot_or_its_place():
     engine = FakeEngine(endless)
     with served(engine, queue=1) as client:
