@@ -60,7 +60,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.prose
 	$(BIN)/python -m tests.house
