@@ -116,9 +116,8 @@ def main() -> int:
 def read_in_shards(
     run_dir: str | Path, max_bytes: int, step: int | None = None
 ) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
-    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters (as `load_run`) by their
-    dotted names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be
-    read."""
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its float32 parameters by their dotted
+    names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
     _, config = record_of(run_dir)
     checkpoints = Checkpoints(run_dir)
     step = checkpoints.asked(step)

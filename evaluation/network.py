@@ -89,7 +89,8 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
     """Return the network that export.py or nanochat wrote to a folder, or of a run's checkpoint of `step`, or the
-    newest. Raise UserError if neither is there, if the network is not one of ours, or for a step of a network."""
+    newest. Raise UserError if neither is there, if the network is not one of ours, if the mesh cannot divide it, or for
+    a step of a network, and NoCheckpoint if the checkpoint is damaged."""
     given, folder = folder, fetch_locally(folder)
     if is_network(folder):
         if step:

@@ -60,7 +60,8 @@ hypothesis.settings.load_profile("tests")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let each process begin with its share of the slow tests. A long test that starts last leaves a core idle."""
-    slow, others = ([item for item in items if bool(item.get_closest_marker("slow")) is one] for one in (True, False))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     size = -(-len(others) // count)
     items[:] = [item for i in range(count) for item in slow[i::count] + others[i * size : (i + 1) * size]]

@@ -16,7 +16,7 @@ from configs.schema import Config, Role, hints
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
     "lines outside tests": 19_078,
-    "lines of tests": 14_000,
+    "lines of tests": 13_994,
     "lines of train.py": 148,
     "names that train.py imports": 30,
     "modules that train.py needs": 50,
