@@ -54,14 +54,15 @@ def main() -> int:
     start_jax()
     network = open_network(arguments.run_dir, mesh_of_first(arguments.mesh), arguments.step)
     require_chat_tokens(network.tokenizer, arguments.run_dir)
-    if network.step is not None and not converses(network.config, network.tokenizer):
+    if not converses(network.config, network.tokenizer):
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
     engine = Engine(network, arguments.slots if arguments.serve else 1)
     if not arguments.prompt:
         engine.compile()
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
-        note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")
+        at = f"http://{arguments.host}:{address.getsockname()[1]}"
+        note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
         name = storage_path(arguments.run_dir).name
         serve(engine, network.tokenizer, name, sampling, address, arguments.host, arguments.queue)
         return 0
@@ -71,7 +72,7 @@ def main() -> int:
         return 0
     size = sum(parameter_counts(network.config.model).values()) / 1e6
     note(
-        f"{arguments.run_dir}, {network.title}: {size:.1f} M parameters, {network.dtype.name} on "
+        f"{arguments.run_dir}, step {network.step}: {size:.1f} M parameters, {network.dtype.name} on "
         f"{jax.default_backend()}; {engine.capacity} tokens a row, and beyond {terminal.limit} the oldest turns are "
         "left out; /help"
     )

@@ -1,4 +1,4 @@
-"""Evaluate a network: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
+"""Evaluate a run's network: python evaluate.py --run_dir=RUN, with --source or --tasks."""
 
 import json
 import math
@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
@@ -27,8 +26,7 @@ from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import bits_of, compared, figures, read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
-from interchange.init_from import is_network, network_config
-from run.record import fetch_locally
+from run.folder import record_of
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
 from training.step import make_eval_step
@@ -36,17 +34,15 @@ from training.step import make_eval_step
 
 @dataclass(frozen=True)
 class Arguments:
-    """Evaluate a run's checkpoint, or a network in a folder: validation loss and bits per byte, bits per byte of other
-    text, or benchmarks. Print a table, or JSON."""
+    """Evaluate a run's checkpoint: validation loss and bits per byte, bits per byte of other text, or benchmarks. Print
+    a table, or JSON."""
 
-    run_dir: AnyPath = ""
+    run_dir: AnyPath
     """Folder of the run, here or at gs://."""
     step: Positive[int] | None = None
     """The step of the run's checkpoint; default: the newest."""
-    from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
-    """Instead of a run: a folder from export.py, a published nanochat in transformers' format, or nanochat's own."""
     out: FilePath = ""
-    """Folder for the results of `tasks`. Default: the run's or the network's folder, on this machine."""
+    """Folder for the results of `tasks`. Default: the run's, if it is on this machine."""
     tokens: Positive[int] | None = None
     """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
     source: str = ""
@@ -57,7 +53,7 @@ class Arguments:
     text_column: str = "text"
     """Column with the text, in .jsonl and .parquet files of `source`."""
     against: AnyPath = ""
-    """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
+    """Folder of another run: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
     """A benchmark instead of held-out text: `core`, from the bundle that DCLM and nanochat use, or `chatcore`, for a
     network trained on conversations. Each item's result is kept; the same command resumes."""
@@ -74,28 +70,26 @@ class Arguments:
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    evaluation, folder = chosen(arguments), arguments.run_dir or arguments.from_
+    evaluation = chosen(arguments)
     start_jax()
-    for one in filter(None, (folder, arguments.against)):
-        network_config(local := fetch_locally(one))  # a mistake is reported before any compute
-        if evaluation is held_out and is_network(local):
-            raise UserError(f"{one} is a network, not a run: it has no text of its own; give --source=PATH or --tasks")
-    results = {"from" if arguments.from_ else "run_dir": folder}
-    results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
+    for run_dir in filter(None, (arguments.run_dir, arguments.against)):
+        facts, _ = record_of(run_dir)  # a mistake is reported before any compute
+        if evaluation is held_out and not facts["dataset"]:
+            raise UserError(f"{run_dir} has no text of its own: it was converted; give --source=PATH or --tasks")
+    results = {"run_dir": arguments.run_dir, **evaluation(arguments, make_mesh(arguments.mesh))}
     if jax.process_index() == 0:
         print(json.dumps(results) if arguments.json else as_table(results))
     return 0
 
 
-def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, Any]]:
+def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
     """Return the requested evaluation. Raise UserError for options that contradict each other, or that it ignores."""
-    run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
+    run_dir, tasks, source = arguments.run_dir, arguments.tasks, arguments.source
     evaluation = texts if source else core if tasks else held_out
     mistakes = [
-        (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
-            evaluation is core and in_bucket(run_dir or from_) and not arguments.out,
-            f"--out=FOLDER is missing: results are not written to {run_dir or from_}",
+            evaluation is core and in_bucket(run_dir) and not arguments.out,
+            f"--out=FOLDER is missing: results are not written to {run_dir}",
         ),
         (
             tasks and tasks not in BENCHMARKS,
@@ -111,21 +105,23 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         texts: ("other text (--source)", "source", "documents", "text_column", "against"),
         core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out"),
     }[evaluation]
-    given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
-    if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
+    options = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
+    given = {name for name, value in options.items() if value != getattr(Arguments, name)}
+    if others := sorted(given - {"step", "mesh", "json", *looked_at}):
         raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation with {kind}")
     return evaluation
 
 
-def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
+def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return validation loss and bits per byte of the run's own text. Raise UserError if the text here differs."""
-    network = open_network(folder, mesh, arguments.step)
+    run_dir = arguments.run_dir
+    network = open_network(run_dir, mesh, arguments.step)
     config = network.config
     shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
     if text.fingerprint != network.dataset:
         raise UserError(
-            f"{config.data.source} is not the text that {folder} was trained on: its fingerprint is "
+            f"{config.data.source} is not the text that {run_dir} was trained on: its fingerprint is "
             f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
         )
     tokens, token_bytes = arguments.tokens or config.eval.tokens, text.tokenizer.token_bytes
@@ -136,49 +132,50 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     eval_step = make_eval_step(config.model, network.dtype, mesh)
     results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
     if not math.isfinite(results["val_loss"]):
-        raise UserError(f"the network of {folder} is not usable: its validation loss is {results['val_loss']}")
-    return network.step_line | results
+        raise UserError(f"the network of {run_dir} is not usable: its validation loss is {results['val_loss']}")
+    return {"step": network.step, **results}
 
 
-def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
+def texts(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
     documents, skipped = read_documents(arguments.source, arguments.documents, arguments.text_column, cache_dir())
     sizes = [len(document.text.encode()) for document in documents]
 
-    def measured(folder: str, step: int | None) -> tuple[dict[str, int], np.ndarray]:
-        network = open_network(folder, mesh, step)
-        return network.step_line, bits_of(network, folder, documents)
+    def measured(run_dir: str, step: int | None) -> tuple[int, np.ndarray]:
+        network = open_network(run_dir, mesh, step)
+        return network.step, bits_of(network, run_dir, documents)
 
-    step, ours = measured(folder, arguments.step)
-    results = {**step, **figures(ours, sizes), "skipped": skipped}
+    step, ours = measured(arguments.run_dir, arguments.step)
+    results = {"step": step, **figures(ours, sizes), "skipped": skipped}
     if other := arguments.against:
         step, theirs = measured(other, None)
-        results["against"] = {"run_dir": other, **step, **compared(ours, theirs, sizes)}
+        results["against"] = {"run_dir": other, "step": step, **compared(ours, theirs, sizes)}
     return results
 
 
-def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
+def core(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return CORE or ChatCORE, and its tasks' figures."""
     benchmark = arguments.tasks
     tasks = BENCHMARKS[benchmark](arguments.bundle, arguments.items)
-    network = open_network(folder, mesh, arguments.step)
-    name = network.title.replace(" ", "_") + (f"_items_{arguments.items}" if arguments.items else "")
-    out = Path(arguments.out or folder) / benchmark / name
-    return network.step_line | evaluate_core(network, tasks, out, benchmark)
+    network = open_network(arguments.run_dir, mesh, arguments.step)
+    name = f"step_{network.step}" + (f"_items_{arguments.items}" if arguments.items else "")
+    out = Path(arguments.out or arguments.run_dir) / benchmark / name
+    return {"step": network.step, **evaluate_core(network, tasks, out, benchmark)}
 
 
 def evaluate_core(network: Network, tasks: Sequence[Task], folder: Path, benchmark: str = "core") -> dict[str, Any]:
     """Return `figures`. Write a line per item, the figures, and a picture of them to `folder`. Items of an earlier
     start are not scored again. Every process must call it."""
     core = benchmark_of(benchmark, tasks, network)
-    facts = core.facts | network.step_line | {"params_sha256": params_sha256(network.params, network.config.model)}
+    digest = params_sha256(network.params, network.config.model)
+    facts = {**core.facts, "step": network.step, "params_sha256": digest}
     say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
     if jax.process_index() == 0:
         write_json(folder / f"{benchmark}.json", facts | results)
         points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
         figure = f"{benchmark.upper()} {results[benchmark]:.4f} +- {results[f'{benchmark}_stderr']:.4f}"
-        plot_accuracies(points, f"{network.config.name}, {network.title}: {figure}", folder / f"{benchmark}.png")
+        plot_accuracies(points, f"{network.config.name}, step {network.step}: {figure}", folder / f"{benchmark}.png")
     return results
 
 

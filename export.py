@@ -23,7 +23,6 @@ from evaluation.network import Network, open_network
 from evaluation.texts import read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import beyond_hf, converses, write_hf, write_safetensors
-from interchange.init_from import is_network
 from model.gpt import kinds
 from model.loss import softcap
 from run.checkpoint import Checkpoints
@@ -93,11 +92,9 @@ def main() -> int:
     if arguments.verify:
         require_transformers()
     start_jax()
-    folder = fetch_locally(arguments.run_dir)
-    if is_network(folder):
-        raise UserError(f"--run_dir={arguments.run_dir} is a network, not a run: give the run that it is from")
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
     config, step, shards = read_in_shards(arguments.run_dir, shard_bytes, arguments.step)
+    folder = fetch_locally(arguments.run_dir)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
@@ -106,7 +103,7 @@ def main() -> int:
         tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
         card = model_card(config, step, tokens, bits.get(step), arguments.license, converses(config, tokenizer))
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
-    print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
+    print(f"step {step} of {arguments.run_dir} is in {out}")
     if arguments.verify:
         network = open_network(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))

@@ -49,7 +49,7 @@ def main() -> int:
         seed=arguments.seed,
     )
     for i, text in enumerate(texts):
-        print(f"--- {i + 1} of {len(texts)}, {network.title}\n{text}")
+        print(f"--- {i + 1} of {len(texts)}, step {network.step}\n{text}")
     return 0
 
 

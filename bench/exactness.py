@@ -86,7 +86,7 @@ def sized(name: str) -> Config:
     values["model.dtype"] = "float32"
     data = small.data
     if name in ("chat", "reinforce"):
-        config = following(config, small, True, set())
+        config = following(config, small, set())
         data = config.data
     run = replace(small, name=name, seed=config.seed, data=data, model=config.model, optimizer=config.optimizer)
     return resolved(with_options(run, values))

@@ -2,10 +2,9 @@
 
 python train.py --config=configs/chat.py --init_from=runs/small
 
-The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder
-that export.py wrote, a published nanochat, or nanochat's own checkpoints. After a run or such a checkpoint the rates
-and the size of a step follow it, too. After a run the optimizer starts from its moments. Options on the command line
-stay as given.
+The network's options, the length of a row, the tokenizer, the rates and the size of a step follow the run in
+--init_from, and the optimizer starts from its moments. `python -m interchange.convert` makes a run of a published
+nanochat or of nanochat's own checkpoints. Options on the command line stay as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup (but a run's own of `x0_lambdas`), and a fall
 to 0 over the last half. As there, the rates are those before the factor for a step's size (`optimizer.batch_factor`),
@@ -30,10 +29,9 @@ from configs.schema import (
     options,
     with_options,
 )
-from interchange.base import base_of_chat, resumed_run
+from run.base import base_of_chat, resumed_run
 
-OF_BASE = ("model.", "batch.sequence_length")
-OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
+OF_BASE = ("model.", "batch.sequence_length", "batch.tokens_per_step", "optimizer.")
 RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")
 RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay", "optimizer.batch_factor", "optimizer.scalars.")
 RECIPE += ("optimizer.resid_lambdas.peak_rate", "optimizer.x0_lambdas.peak_rate")
@@ -58,7 +56,7 @@ def get_config() -> Config:
 
 
 def derive(config: Config, given: set[str]) -> Config:
-    """Return the config for the network in `init_from`. Raise UserError if it is empty or has no network."""
+    """Return the config for the run in `init_from`. Raise UserError if it is empty or no run."""
     if not config.init_from:
         raise UserError(
             "--init_from is missing: configs/chat.py fine-tunes an existing network; --init_from=runs/small is the "
@@ -70,25 +68,20 @@ def derive(config: Config, given: set[str]) -> Config:
         base = base_of_chat(config)
     except UserError:
         if resumed := resumed_run(config):  # its own record is enough
-            return with_options(
-                config, taken(resumed, (*OF_BASE, *OF_A_RUN, "init_optimizer", "data.tokenizer"), given)
-            )
+            return with_options(config, taken(resumed, (*OF_BASE, "init_optimizer", "data.tokenizer"), given))
         raise
-    config = with_options(config, {"data.tokenizer": base.tokenizer})
-    if base.is_run and "init_optimizer" not in given:
+    if "init_optimizer" not in given:
         config = with_options(config, {"init_optimizer": True})
-    return following(config, base.config, base.has_rates, given)
+    return following(with_options(config, {"data.tokenizer": base.data.tokenizer}), base, given)
 
 
-def following(config: Config, base: Config, has_rates: bool, given: set[str]) -> Config:
-    """Return the config with the options of `base` that it follows, except those `given`. `has_rates`: `base` has the
-    rates that its network was trained with, so its optimizer's options are followed too."""
-    values = taken(base, OF_BASE + OF_A_RUN * has_rates, given)
-    values = {name: value for name, value in values.items() if not name.startswith(RECIPE)}
+def following(config: Config, base: Config, given: set[str]) -> Config:
+    """Return the config with the options of `base` that it follows, except those `given`."""
+    values = {name: value for name, value in taken(base, OF_BASE, given).items() if not name.startswith(RECIPE)}
     for name in SCALED:
         if isinstance(rate := values.get(name), float):
             values[name] = rate / base.optimizer.batch_factor
-    if has_rates and "optimizer.rate_factor" not in given:
+    if "optimizer.rate_factor" not in given:
         values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
     return with_options(config, values)
 

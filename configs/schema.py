@@ -406,8 +406,8 @@ class Config:
     then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes
     nothing."""
     init_from: AnyPath = ""
-    """Another run, a folder that export.py wrote, a nanochat in transformers' format, or a folder of nanochat's own
-    checkpoints (model_NNNNNN.pt, of which the newest is taken): start from its parameters."""
+    """Another run: start from its parameters. `python -m interchange.convert` makes a run of a network in another
+    format."""
     init_optimizer: bool = False
     """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,4 +1,4 @@
-"""A network to measure or to sample, from a run or from a folder, and the options of commands that draw text."""
+"""A run's network, to measure or to sample it, and the options of commands that draw text."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
-from interchange.init_from import config_of, is_network, read_params, require_same_network, tokenizer_in
 from run.checkpoint import Checkpoints
 from run.folder import record_of
 from run.record import fetch_locally
@@ -25,7 +24,7 @@ class SamplingArguments:
     """Options of the commands that draw text."""
 
     run_dir: AnyPath
-    """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
+    """Folder of the run whose newest checkpoint is used, here or at gs://."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
     temperature: NotNegative[float] = 0.8
@@ -47,19 +46,10 @@ class Network:
     tokenizer: TextTokenizer
     params: dict
     mesh: Mesh
-    step: int | None = None
-    """The step of a run's checkpoint. None: the network is from a folder."""
+    step: int = 0
+    """The checkpoint's."""
     dataset: str = ""
-    """Fingerprint of the text that a run was trained on."""
-
-    @property
-    def title(self) -> str:
-        return "network" if self.step is None else f"step {self.step}"
-
-    @property
-    def step_line(self) -> dict[str, int]:
-        """Return a run's step, for the results that a user reads."""
-        return {} if self.step is None else {"step": self.step}
+    """Fingerprint of the text that it was trained on; empty if that is not known."""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -87,20 +77,11 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
     return make_mesh(config, jax.devices()[:count] if count > 0 else None)
 
 
-def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
-    """Return the network that export.py or nanochat wrote to a folder, or of a run's checkpoint of `step`, or the
-    newest. Raise UserError if neither is there, if the network is not one of ours, if the mesh cannot divide it, or for
-    a step of a network, and NoCheckpoint if the checkpoint is damaged."""
-    given, folder = folder, fetch_locally(folder)
-    if is_network(folder):
-        if step:
-            raise UserError(f"--step={step} chooses a run's checkpoint; {folder} has one network")
-        config = config_of(folder)
-        require_same_network(config)
-        tokenizer = load_tokenizer(tokenizer_in(folder) or folder)
-        return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
-    facts, config = record_of(given)
+def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Network:
+    """Return the network of a run's checkpoint of `step`, or of the newest. Raise UserError if there is none, or if the
+    mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged."""
+    facts, config = record_of(run_dir)
     validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    params, step = Checkpoints(given).restore_params(abstract_params(config.model, mesh), step)
+    tokenizer = load_tokenizer(fetch_locally(run_dir) / "tokenizer")
+    params, step = Checkpoints(run_dir).restore_params(abstract_params(config.model, mesh), step)
     return Network(config, tokenizer, params, mesh, step, facts["dataset"])

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from configs.schema import Config, ModelConfig, UserError
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
-from interchange.formats import MODELING, Arrays, function_options, hf_config, hf_name, own_config, own_name, turned
+from interchange.formats import MODELING, Arrays, hf_config, hf_name, own_config, own_name, turned
+from run.init_from import function_options
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 TRAINING_TEMPLATE = "additional_chat_templates/training.jinja"  # transformers: chat_template="training"

@@ -11,7 +11,6 @@ A kernel is [inputs, outputs] here, and [outputs, inputs] there.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,18 +20,10 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import safe_open
 
-from configs.schema import (
-    SMEAR_CHANNELS,
-    VALUE_GATE_CHANNELS,
-    BatchConfig,
-    Config,
-    ModelConfig,
-    Role,
-    UserError,
-    roles,
-    with_options,
-)
-from model.attention import has_value_embedding, window_of
+from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError
+from model.attention import has_value_embedding
+from model.kernels import window_of
+from run.init_from import function_options
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
@@ -140,14 +131,7 @@ def own_config(config: Config) -> dict[str, Any]:
         "value_embeddings": [layer for layer in layers if has_value_embedding(model, layer)],
         "smear_channels": SMEAR_CHANNELS,
         "value_gate_channels": VALUE_GATE_CHANNELS,
-        "options": function_options(model),  # as interchange/init_from.py reads them
-    }
-
-
-def function_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options that determine a network's function."""
-    return {
-        name: getattr(model, name) for name, of in roles(ModelConfig).items() if not of & {Role.FREE, Role.TRAINING}
+        "options": function_options(model),  # as interchange/convert.py reads them
     }
 
 
@@ -215,9 +199,10 @@ def nanochat_tokenizer(folder: Path) -> Path | None:
     return next((home for home in homes if (home / "tokenizer.pkl").exists()), None)
 
 
-def config_of_checkpoint(checkpoint: Path, tokens_at_a_time: int) -> Config:
-    """Return the network, the row and the rates of a checkpoint, to measure the network with `tokens_at_a_time` on a
-    device. Raise LookupError, TypeError or ValueError if it is of another nanochat than the one of mid 2026."""
+def describe_checkpoint(checkpoint: Path) -> tuple[ModelConfig, int, int, dict[str, Any]]:
+    """Return the network of a checkpoint, the length of its rows, the tokens of its steps, and its optimizer's options
+    by their names here. Raise LookupError, TypeError or ValueError if it is of another nanochat than the one of mid
+    2026."""
     meta = _meta(checkpoint)
     theirs = {"window_pattern": "L"} | meta["model_config"]  # older ones had no windows
     length, pattern = theirs.pop("sequence_len"), theirs.pop("window_pattern").upper()
@@ -229,13 +214,11 @@ def config_of_checkpoint(checkpoint: Path, tokens_at_a_time: int) -> Config:
         qk_scale=1.2,
         **dict.fromkeys(FEATURES, True),
     )
-    step = meta.get("total_batch_size") or 2**19
-    rows = math.gcd(step // length, max(1, tokens_at_a_time // length))
     given = {name: value for name, value in (meta.get("user_config") or {}).items() if value is not None}
     options = {f"{group}.peak_rate": float(given.get(name, rate)) for name, (rate, group) in RATES.items()}
     options |= TRAINED | {"value_embeds.peak_rate": options["embed.peak_rate"] / 2}
-    config = Config(checkpoint.resolve().parent.name, model=model, batch=BatchConfig(length, step, rows))
-    return with_options(config, {f"optimizer.{name}": value for name, value in options.items()})
+    optimizer = {f"optimizer.{name}": value for name, value in options.items()}
+    return model, length, meta.get("total_batch_size") or 2**19, optimizer
 
 
 class StoredTensor:

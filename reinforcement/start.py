@@ -11,9 +11,9 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.network import require_chat_tokens
 from hosts.distributed import check_hosts_agree
-from interchange.init_from import require_same_network
 from reinforcement.rollouts import answers_of_step, prompt_of
 from reinforcement.tasks import TASKS, Task
+from run.init_from import require_same_network
 from run.log import MetricsLog
 from run.start import begins_from_another
 from training.build import Build, build

@@ -120,7 +120,7 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in only one of the two; give the optimizer it was "
-                "made with, or start a new run from its network (export.py, then --init_from)"
+                "made with, or start a new run from its network (--init_from)"
             )
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:

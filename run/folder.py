@@ -220,6 +220,11 @@ def write_start_record(
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = fetch_locally(run_dir) / "config.json"
+    if any(record.parent.glob("*.safetensors")) or any(record.parent.glob("model_*.pt")):
+        raise UserError(
+            f"{run_dir} holds a network, not a run: python -m interchange.convert --source={run_dir} --out=runs/NAME "
+            "makes a run of it"
+        )
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")

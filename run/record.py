@@ -200,16 +200,15 @@ def _upload(run_dir: str | Path) -> None:
 
 @cache
 def fetch_locally(folder: str | Path) -> Path:
-    """Return a folder on this machine with a run's record, or with a network that export.py wrote; for one in a bucket,
-    a copy of now. Checkpoints stay in the bucket. Raise UserError if nothing is there."""
+    """Return a folder on this machine with a run's record; for a run in a bucket, a copy of now. Checkpoints stay in
+    the bucket. Raise UserError if nothing is there."""
     local, source = local_path(folder), storage_path(folder)
     if not in_bucket(folder):
         return local
     with reading(str(folder)):
         with_retries(str(folder), lambda: _fetch(source, local))
-    networks = (*local.glob("*.safetensors"), *local.glob("model_*.pt"))
-    if not (local / "config.json").exists() and not networks:
-        raise UserError(f"{folder} holds no run (no config.json) and no network (no *.safetensors)")
+    if not (local / "config.json").exists():
+        raise UserError(f"{folder} holds no run (no config.json)")
     return local
 
 

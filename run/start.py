@@ -20,18 +20,18 @@ from hosts.distributed import check_hosts_agree, on_first_process
 from hosts.preflight import preflight, require_room
 from hosts.runtime import code_digest, describe_processes, versions
 from hosts.stop import limited
-from interchange.init_from import (
+from model.gpt import parameter_counts
+from model.kernels import attention_kernel, described, window_of
+from model.parallel import compute_capability
+from run.checkpoint_files import finished_steps
+from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record, writing_to
+from run.init_from import (
     initial_state,
     require_moments,
     require_same_network,
     require_same_vocabulary,
     why_no_training,
 )
-from model.gpt import parameter_counts
-from model.kernels import attention_kernel, described, window_of
-from model.parallel import compute_capability
-from run.checkpoint_files import finished_steps
-from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record, writing_to
 from run.log import ResumePoint
 from run.record import Events, Times, batch_of, local_path
 from run.saver import Saver

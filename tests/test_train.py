@@ -29,6 +29,7 @@ import train
 from configs.command_line import Exit
 from configs.schema import UserError
 from hosts.runtime import run_command
+from interchange import convert
 from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
 from run.saver import Saver
 from tests.hosts.processes import environment_of
@@ -51,7 +52,7 @@ def get_config():
 """
 COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.__main__.main, "inspect_run": inspect_run.main},
+    **{"prepare": data.prepare.__main__.main, "inspect_run": inspect_run.main, "convert": convert.main},
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes", "hosts"}
 PREEMPTED = 143  # the exit code after SIGTERM
@@ -220,31 +221,32 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
 
 
 @pytest.mark.medium
-def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkeypatch, capsys):
+def test_an_exported_and_converted_network_is_evaluated_like_its_run(folder, untouched, monkeypatch, capsys):
     """Export in transformers' format, as nanochats are published."""
     # A folder does not record its compute type. Some versions of JAX would choose bfloat16 here.
     monkeypatch.setattr("evaluation.network.compute_dtype", lambda *of: jnp.dtype("float32"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
     assert export.main() == 0
-    bits = ("--source=text", "--documents=5", "--against=untouched")
+    for command in "sample", "evaluate":
+        assert run(command, monkeypatch, "--run_dir=published") == 2
+        assert "python -m interchange.convert --source=published" in capsys.readouterr().err
+    assert run("convert", monkeypatch, "--source=published", "--out=converted") == 0
     results = []
-    for of in ("--run_dir=untouched", "--from=published"):
+    for of in "untouched", "converted":
         capsys.readouterr()
-        assert run("evaluate", monkeypatch, of, *bits, "--json") == 0
+        bits = ("--source=text", "--documents=5", "--against=untouched")
+        assert run("evaluate", monkeypatch, f"--run_dir={of}", *bits, "--json") == 0
         results.append(json.loads(capsys.readouterr().out))
     ours, theirs = results
-    assert theirs.pop("from") == "published" and "step" not in theirs
+    assert theirs["run_dir"] == "converted" and theirs["step"] == 1
     assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
     assert abs(theirs["against"]["difference"]) < 1e-6
     assert all(low < 1e-6 and high > -1e-6 for low, high in (of["against"]["interval"] for of in (ours, theirs)))
-    for command, options in ("sample", ["--step=120"]), ("evaluate", []), ("export", ["--out=again"]):
-        assert run(command, monkeypatch, "--run_dir=published", *options) == 2
-        assert re.search("has one network|is a network, not a run", capsys.readouterr().err)
-    changed = json.loads((folder / "published" / "config.json").read_text())
-    (folder / "published" / "config.json").write_text(json.dumps(changed | {"model_type": "gpt2"}))
-    assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
-    assert "of the architecture gpt2" in capsys.readouterr().err
+    assert run("evaluate", monkeypatch, "--run_dir=converted") == 2
+    assert "converted has no text of its own" in capsys.readouterr().err
+    assert run("convert", monkeypatch, "--source=published", "--out=converted") == 2
+    assert "converted exists already" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch, capfd):
@@ -283,12 +285,11 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
             "--vocab_size is for a tokenizer that is trained here",
         ),
         ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "is neither core nor chatcore"),
-        ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
-        ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text holds no run"),
+        ("evaluate", ["--run_dir=text", "--tasks=core", "--bundle=x"], "text holds no run"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "--tasks: not an option"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text"], "text/core.yaml cannot be read"),
-        ("train", ["--config=tiny.py", "--init_from=text"], "no *.safetensors there"),
+        ("train", ["--config=tiny.py", "--init_from=text"], "text holds no run"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, capfd, command, arguments, says):
@@ -390,13 +391,12 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
 
 def test_training_a_network_further_needs_its_tokenizer(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
     Path("new text").mkdir()
     Path("new text/a.txt").write_text("another text " * 5_000)
-    command = ("--config=tiny.py", "--init_from=start", "--data.source=new text", "--run_dir=on new", "--steps=40")
+    command = ("--config=tiny.py", "--init_from=untouched", "--data.source=new text", "--run_dir=on new", "--steps=40")
     assert run("train", monkeypatch, *command) == 2
     log = capfd.readouterr().err
-    assert "give --data.tokenizer=start" in log and "preparing" not in log
+    assert "give --data.tokenizer=untouched/tokenizer" in log and "preparing" not in log
     assert not Path("on new").exists()
 
 

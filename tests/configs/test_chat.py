@@ -8,7 +8,7 @@ from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import SPLIT, convert_tiktoken
-from interchange.folders import write_safetensors
+from interchange.convert import TOKENS_PER_STEP, as_config, batch_of_rows
 from run.folder import write_record
 from tests.helpers import tiny_config
 from training.optimizer import peak_rates
@@ -65,13 +65,12 @@ def test_rates_are_0_8_of_those_before_nanochat_s_factor_for_a_step_of_2_to_20_t
     assert peak_rates(config.optimizer, 768) == pytest.approx({group: 0.8 * rate for group, rate in wanted.items()})
 
 
-def test_after_an_export_network_and_row_follow(base, tmp_path):
-    write_safetensors(tmp_path / "export", [], BASE, NEW)
-    (tmp_path / "export/model.safetensors").touch()
-    config, recipe = chat(f"--init_from={tmp_path}/export"), load_config("configs/chat.py")[0]
+def test_after_a_converted_network_of_unknown_rates_the_recipe_s_own_apply(base):
+    converted = as_config(BASE.model, batch_of_rows(16, TOKENS_PER_STEP), True)
+    write_record(base / "config.json", converted, "", [])
+    config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
     assert (config.model.width, config.model.qk_scale, config.batch.sequence_length) == (32, 1.2, 16)
     assert config.batch.tokens_per_step == recipe.batch.tokens_per_step and config.optimizer == recipe.optimizer
-    assert config.data.tokenizer == f"{tmp_path}/export" and not config.init_optimizer
 
 
 def test_a_base_without_the_tokens_of_conversations_is_refused_with_what_to_do(base):

@@ -6,6 +6,7 @@ makes. With NANOCHAT_DIR the code computes them again."""
 import json
 import os
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +21,14 @@ from configs.command_line import parse
 from configs.schema import MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, load_tokenizer
-from evaluation.network import open_network
+from interchange.convert import main, read_network, tokenizer_in
 from interchange.formats import nanochat_name, turned
-from interchange.init_from import config_of, read_params, require_same_network, tokenizer_in
 from model.gpt import parameter_shapes
 from model.loss import softcap
+from run.init_from import initial_state, require_moments, require_same_network
 from tests.helpers import arrays_of
-from training.mesh import make_mesh, resized
+from training.build import build
+from training.mesh import make_mesh
 from training.optimizer import peak_rates
 from training.state import abstract_params, split_model
 
@@ -83,11 +85,11 @@ def config_model() -> ModelConfig:
 
 
 def logits_of(folder: Path) -> np.ndarray:
-    """Return our capped logits of the network in a folder, opened as every command does."""
-    network = open_network(folder, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
-    graphdef, _ = split_model(network.config.model, jnp.dtype("float32"))
+    """Return our capped logits of the network in a folder."""
+    _, config, params = read_network(folder)
+    graphdef, _ = split_model(config.model, jnp.dtype("float32"))
     logits = jax.jit(lambda params, tokens: softcap(nnx.merge(graphdef, params)(tokens)[0], 15.0))
-    return np.asarray(logits(network.params, TOKENS))
+    return np.asarray(logits(params, TOKENS))
 
 
 def test_logits_are_those_of_nanochat_s_code(tmp_path):
@@ -114,7 +116,7 @@ def test_a_network_of_nanochat_s_code_gives_its_logits(tmp_path):
     np.testing.assert_allclose(theirs()[:, ::33, ::50], json.loads(SAVED.read_text()), rtol=0, atol=1e-5)
 
 
-def test_parameters_are_read_back_exactly_on_a_mesh_and_older_ones_lack_factors(tmp_path):
+def test_parameters_are_read_back_exactly_and_older_ones_lack_factors(tmp_path):
     model = config_model()
     params = jax.tree.map(
         lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32),
@@ -126,28 +128,30 @@ def test_parameters_are_read_back_exactly_on_a_mesh_and_older_ones_lack_factors(
     del stored["x0_lambdas"]
     params["x0_lambdas"]["values"] = np.zeros(4, np.float32)
     folder = write(tmp_path / "base_checkpoints/d4", {f"_orig_mod.{name}": one for name, one in stored.items()})
-    config = config_of(folder)
-    assert config.model == model and config.batch.sequence_length == LENGTH
-    require_same_network(config)
-    read = jax.device_get(read_params(config, abstract_params(model, make_mesh(MeshConfig(2, 2, 2)))))
-    jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape)), params, read)
+    step, config, read = read_network(folder)
+    assert step == 7 and config.model == model and config.batch.sequence_length == LENGTH
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(read))
     del stored["smear_gate.weight"], stored["value_embeds.1.weight"]
     torch.save(stored, folder / "model_000007.pt")
     with pytest.raises(UserError, match=r"smear_gate.weight: missing, not \(1, 24\)\n  value_embeds.1.weight: missing"):
-        require_same_network(config)
+        read_network(folder)
 
 
-def test_fine_tuning_follows_the_checkpoint_s_rates_and_step(tmp_path):
+def test_fine_tuning_follows_the_checkpoint_s_rates_and_step(tmp_path, monkeypatch):
     trained = {"embedding_lr": 0.5, "unembedding_lr": None, "matrix_lr": 0.03, "scalar_lr": 9.0}
     folder = write(tmp_path / "base_checkpoints/d4", user_config=trained, total_batch_size=2**20)
-    config, _ = parse("", argv=["--config=configs/chat.py", f"--init_from={folder}", "--model.dtype=float32"])
+    monkeypatch.setattr(sys, "argv", ["convert", f"--source={folder}", f"--out={tmp_path}/run"])
+    assert main() == 0
+    config, _ = parse("", argv=["--config=configs/chat.py", f"--init_from={tmp_path}/run", "--model.dtype=float32"])
     network = replace(config_model(), dtype="float32")
     assert resolved(config).model == network and config.batch.tokens_per_step == 2**20
     wanted = {"embed": 0.5, "lm_head": 0.004, "value_embeds": 0.25, "matrices": 0.03, "resid_lambdas": 0.005}
     wanted |= {"x0_lambdas": 0.5, "scalars": 0.2}
     assert peak_rates(config.optimizer, 768) == pytest.approx({name: 0.8 * rate for name, rate in wanted.items()})
-    assert config.optimizer.clip_norm == 1e9 and not config.init_optimizer
-    assert config.data.tokenizer == str(tmp_path / "tokenizer")
+    assert config.optimizer.clip_norm == 1e9 and config.data.tokenizer == f"{tmp_path}/run/tokenizer"
+    require_same_network(config)
+    require_moments(config)  # zeros, as those of a new run
+    assert initial_state(build(replace(config, mesh=MeshConfig(2, 2, 2)))).step == 0
 
 
 def test_its_tokens_are_tiktoken_s(tmp_path):
@@ -199,11 +203,11 @@ def test_a_harmful_or_unknown_checkpoint_is_refused_by_name(tmp_path):
     folder = write(tmp_path / "base_checkpoints/d4")
     torch.save({"lm_head.weight": Harm(os.system, f"touch {tmp_path / 'harm'}")}, folder / "model_000007.pt")
     with pytest.raises(UserError, match=r"model_000007.pt cannot be read as nanochat's: Weights only load failed"):
-        require_same_network(config_of(folder))
+        read_network(folder)
     assert not (tmp_path / "harm").exists()
     (folder / "model_000007.pt").write_bytes(b"half")
     with pytest.raises(UserError, match=r"model_000007.pt cannot be read as nanochat's"):
-        require_same_network(replace(config_of(write(tmp_path / "base_checkpoints/d5")), init_from=str(folder)))
+        read_network(folder)
     for changed, message in (
         ({"n_expert": 8}, "n_expert"),
         ({"n_head": None}, "TypeErr"),
@@ -211,7 +215,7 @@ def test_a_harmful_or_unknown_checkpoint_is_refused_by_name(tmp_path):
     ):
         write(folder, {}, model_config=META | changed)
         with pytest.raises(UserError, match=f"meta file of .* describes no network of ours: .*{message}"):
-            config_of(folder)
+            read_network(folder)
     (folder / "meta_000007.json").unlink()
     with pytest.raises(UserError, match="describes no network of ours: FileNotFoundError"):
-        config_of(folder)
+        read_network(folder)

@@ -29,9 +29,9 @@ from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import make_generate
 from export import largest_difference
+from interchange import convert
 from interchange.folders import beyond_hf, write_hf
 from interchange.formats import hf_name, own_name, turned
-from interchange.init_from import require_same_network
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.record import read_metrics
@@ -183,9 +183,7 @@ def test_a_network_saved_by_transformers_is_read_back_exactly(pair, tmp_path):
     config, params, folder = pair
     loaded(folder).save_pretrained(tmp_path, max_shard_size="40kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    config = replace(config, init_from=str(tmp_path))
-    require_same_network(config)
-    require_params(config, params)
+    assert require_params(tmp_path, params).model.window_pattern == config.model.window_pattern
 
 
 def test_bfloat16_is_the_rounded_network_and_is_read(everything, tmp_path):
@@ -195,7 +193,7 @@ def test_bfloat16_is_the_rounded_network_and_is_read(everything, tmp_path):
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), params)
     assert largest_difference(tmp_path / "out", rounded, config.model, TOKENS)[0] < 1e-4
     assert largest_difference(tmp_path / "out", params, config.model, TOKENS)[0] > 1e-3
-    require_params(replace(config, init_from=str(tmp_path / "out")), rounded)
+    require_params(tmp_path / "out", rounded)
 
 
 def test_vllm_s_transformers_backend_takes_a_plain_network_and_refuses_others(tmp_path, everything):
@@ -214,7 +212,7 @@ def umask() -> int:
 
 @pytest.mark.medium
 def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
-    """Run train.py, export.py --verify, transformers and train.py --init_from with a network for the modeling file."""
+    """Run export.py --verify, transformers, interchange.convert and train.py with a network for the modeling file."""
     from tests.test_train import CONFIG, run
 
     monkeypatch.chdir(tmp_path)
@@ -237,7 +235,9 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     exec(re.findall(r"(?s)```python\n(.*?)```", card)[0], {"FOLDER": "hf"})
     assert capsys.readouterr().out.startswith("<|bos|>the ") and not questions
 
-    assert run("train", monkeypatch, *options, "--run_dir=second", "--init_from=hf") == 0
+    monkeypatch.setattr(sys, "argv", ["convert", "--source=hf", "--out=converted"])
+    assert convert.main() == 0
+    assert run("train", monkeypatch, *options, "--run_dir=second", "--init_from=converted") == 0
     first, second = (read_metrics(name) for name in ("first", "second"))
     assert second[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
     assert second[-1]["val_loss"] < first[-1]["val_loss"]

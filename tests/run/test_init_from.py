@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from configs.schema import CheckpointConfig, Config, MeshConfig, UserError, with_options
+from data.prepare.selection import train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
-from interchange.base import base_of_chat
-from interchange.folders import write_safetensors
-from interchange.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
 from model.gpt import parameter_shapes
+from run.base import base_of_chat
 from run.folder import write_record
+from run.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
 from run.record import local_path, upload
 from run.saver import Saver
-from tests.helpers import arrays_of, perturbed, tiny_config
+from tests.helpers import perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
 from training.state import TrainState
@@ -25,6 +25,7 @@ CONFIG = tiny_config(value_embeddings=True, resid_lambdas=True)
 TOKENIZER = convert_tiktoken(
     {bytes([byte]): byte for byte in range(256)}, SPLIT, {name: 256 + i for i, name in enumerate((BOS, *CHAT_TOKENS))}
 )
+OTHER = train_tokenizer(["a vocabulary of other words entirely " * 20], 272)
 
 
 def write_run(folder: Path, config: Config, state: TrainState) -> None:
@@ -36,34 +37,56 @@ def write_run(folder: Path, config: Config, state: TrainState) -> None:
     checkpoints.wait()
 
 
-def base(folder, as_run):
-    """Write a network, as a run or as an export. Return its state, on the host."""
-    built = build(CONFIG, jax.devices()[:1])
-    state = jax.device_get(built.create_state())
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Write a run. Return its folder, and its state on the host."""
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    state = jax.device_get(build(CONFIG, jax.devices()[:1]).create_state())
     state = state._replace(params=perturbed(state.params), opt_state=perturbed(state.opt_state, 1))
-    if as_run:
-        write_run(folder, CONFIG, jax.device_put(state, jax.devices()[0]))
-    else:
-        write_safetensors(folder, [arrays_of(state.params)], CONFIG, TOKENIZER)
-    return state
+    write_run(folder, CONFIG, jax.device_put(state, jax.devices()[0]))
+    return folder, state
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("as_run", [True, False])
-def test_the_first_state_is_the_network_s_with_a_run_s_moments(tmp_path, as_run):
-    before = base(tmp_path / "base", as_run)
-    config = replace(CONFIG, init_from=str(tmp_path / "base"), init_optimizer=as_run, mesh=MeshConfig(2, 2, 2))
+@pytest.mark.parametrize("moments", [True, False])
+def test_the_first_state_is_the_network_s_with_or_without_its_moments(base, moments):
+    folder, before = base
+    config = replace(CONFIG, init_from=str(folder), init_optimizer=moments, mesh=MeshConfig(2, 2, 2))
     require_same_network(config)
     require_same_vocabulary(config, TOKENIZER)
+    with pytest.raises(UserError, match="has another vocabulary than the data"):
+        require_same_vocabulary(config, OTHER)
     built = build(config)
     state = jax.device_get(initial_state(built))
     unpadded = lambda tree, like: jax.tree.map(lambda leaf, want: resized(leaf, want.shape), tree, like)
     jax.tree.map(np.testing.assert_array_equal, unpadded(state.params, before.params), before.params)
-    moments = before.opt_state if as_run else jax.device_get(built.create_state()).opt_state
-    jax.tree.map(np.testing.assert_array_equal, unpadded(state.opt_state, moments), moments)
+    wanted = before.opt_state if moments else jax.device_get(built.create_state()).opt_state
+    jax.tree.map(np.testing.assert_array_equal, unpadded(state.opt_state, wanted), wanted)
     assert state.step == state.skipped_steps == 0
     with pytest.raises(UserError, match="vocab_size: 272, not 280"):
         require_same_network(with_options(config, {"model.vocab_size": 280}))
+
+
+def test_options_that_keep_the_function_may_differ_and_others_not(tmp_path):
+    model = replace(CONFIG.model, depth=3, window_pattern="SL", short_window=5)  # blocks see 5, all, and all positions
+    config = replace(CONFIG, model=model, init_from=str(tmp_path))
+    write_record(tmp_path / "config.json", config, "", [])
+    for options in (
+        *({"loss_chunks": 4}, {"z_loss": 1e-4}, {"remat": "block"}, {"dtype": "bfloat16"}),
+        *({"window_pattern": "SLS"}, {"window_pattern": "SLLLL"}),
+    ):
+        require_same_network(replace(config, model=replace(model, **options)))
+    for options, message in (
+        ({"softcap": 20.0}, "is of another network than the options ask for:\n  softcap: 15.0, not 20.0"),
+        ({"heads": 2, "kv_heads": 1, "head_dim": 16}, "heads: 4, not 2"),
+        ({"smear": True}, "smear: False, not True"),
+        ({"rotary_base": 1234.0}, "rotary_base: 100000.0, not 1234.0"),
+        ({"short_window": 6}, r"short_window\): \[5, None, None\], not \[6, None, None\]"),
+        ({"short_window": 0}, r"\[5, None, None\], not \[128, None, None\]"),
+        ({"window_pattern": "L"}, r"not \[None, None, None\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            require_same_network(replace(config, model=replace(model, **options)))
 
 
 def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
@@ -74,7 +97,7 @@ def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
     upload(there)
     config = replace(CONFIG, init_from=there)
     gcs.asked.clear()
-    tokenizer = load_tokenizer(base_of_chat(config).tokenizer)
+    tokenizer = load_tokenizer(base_of_chat(config).data.tokenizer)
     require_same_network(config)
     require_moments(config)
     require_same_vocabulary(config, tokenizer)
@@ -82,13 +105,8 @@ def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
 
 
 def test_moments_are_a_run_s_with_the_same_optimizer(tmp_path):
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "config.json").write_text("{}")
     write_record(tmp_path / "run" / "config.json", CONFIG, "", [])
-    config = replace(CONFIG, init_from=str(tmp_path / "export"), init_optimizer=True)
-    with pytest.raises(UserError, match=r"takes the moments of a run, and --init_from=.*export is none"):
-        require_moments(config)
-    config = replace(config, init_from=str(tmp_path / "run"))
+    config = replace(CONFIG, init_from=str(tmp_path / "run"), init_optimizer=True)
     require_moments(config)
     with pytest.raises(UserError, match=r"trained with --optimizer.matrices.kind=adamw, not muon"):
         require_moments(with_options(config, {"optimizer.matrices.kind": "muon"}))

@@ -1,40 +1,23 @@
-"""The network that configs/chat.py fine-tunes, with its tokenizer, or the run that it resumes."""
+"""The run that configs/chat.py fine-tunes, with its tokenizer, or the run that it resumes."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from configs.files import cache_dir, in_bucket, with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
-from interchange.formats import newest_checkpoint
-from interchange.init_from import is_run, network_config, tokenizer_in
 from run.checkpoint_files import finished_steps
 from run.folder import record_of
 from run.record import fetch_locally
 
 
-class Base(NamedTuple):
-    """A network to fine-tune on conversations."""
-
-    config: Config
-    """A run's config, a config of nanochat's own checkpoint, or one of only the network's options and row."""
-    tokenizer: str
-    """Folder of the tokenizer, which has these tokens."""
-    is_run: bool
-    has_rates: bool
-    """True if the config has the rates that the network was trained with."""
-
-
-def base_of_chat(config: Config) -> Base:
-    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer. Raise UserError if
-    either is missing, or if the tokenizer lacks the tokens of conversations."""
-    folder = fetch_locally(config.init_from)
-    base = network_config(folder)
-    if not (home := config.data.tokenizer or tokenizer_in(folder)):
-        raise UserError(f"{config.init_from} has no tokenizer: give its tokenizer as --data.tokenizer")
+def base_of_chat(config: Config) -> Config:
+    """Return the options of the run in `config.init_from`, with `data.tokenizer` of `config`, or else the run's own.
+    Raise UserError if there is no run, or if the tokenizer lacks the tokens of conversations."""
+    _, base = record_of(config.init_from)
+    home = Path(config.data.tokenizer or fetch_locally(config.init_from) / "tokenizer")
     tokenizer = load_tokenizer(home)
     if missing := tokenizer.missing_chat_tokens:
         raise UserError(
@@ -43,8 +26,7 @@ def base_of_chat(config: Config) -> Base:
         )
     if in_bucket(config.init_from):
         home = kept(tokenizer)
-    run = is_run(folder)
-    return Base(base, str(home), run, run or newest_checkpoint(folder) is not None)
+    return with_options(base, {"data.tokenizer": str(home)})
 
 
 def resumed_run(config: Config) -> Config | None:

@@ -1,0 +1,190 @@
+"""Make a run of a network in another program's format: python -m interchange.convert --source=FOLDER --out=runs/NAME.
+
+The source is a folder that export.py wrote, a nanochat in transformers' format, or nanochat's own checkpoints
+(model_NNNNNN.pt, of which the newest is taken). The run has one checkpoint, with zeros as the optimizer's moments, so
+every command that takes a run takes it: train.py and reinforce.py with `--init_from`, evaluate.py, sample.py, chat.py,
+export.py.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from configs.command_line import parse_arguments
+from configs.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    FilePath,
+    MatricesConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    UserError,
+    with_options,
+)
+from configs.validation import resolved, validate
+from data.tokenizer import TextTokenizer, load_tokenizer
+from hosts.runtime import run_command, start_jax
+from interchange import formats
+from model.gpt import parameter_counts, parameter_shapes
+from run.folder import write_record
+from run.saver import Saver
+from training.build import build
+from training.optimizer import path_name
+from training.state import split_model
+
+OURS = ("nanochat", "tokensum")
+"""Architectures that our network computes, as config.json names them."""
+TOKENS_PER_STEP, TOKENS_AT_A_TIME = 2**19, 2**14
+"""Tokens of the run's step, as configs/chat.py has, and of a micro-batch on one device."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Make a run of a network in another program's format."""
+
+    source: FilePath
+    """Folder of the network."""
+    out: FilePath
+    """The run's folder, a new one. It takes three times the bytes of the float32 parameters."""
+    tokenizer: FilePath = ""
+    """Folder of the network's tokenizer, if the source has none."""
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    source, out = Path(arguments.source), Path(arguments.out)
+    if os.path.exists(out):
+        raise UserError(f"--out={out} exists already; give a new folder")
+    home = Path(arguments.tokenizer) if arguments.tokenizer else tokenizer_in(source)
+    if home is None:
+        raise UserError(f"{source} has no tokenizer: give its folder as --tokenizer")
+    tokenizer = load_tokenizer(home)
+    start_jax()
+    step, config, params = read_network(source)
+    write_run(out, config, step, tokenizer, params)
+    print(
+        f"{sum(parameter_counts(config.model).values()):,} parameters of {source} are the run {out}, step {step}: "
+        f"--init_from={out} trains from it, and --run_dir={out} evaluates it"
+    )
+    return 0
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """Return the folder with a network's tokenizer, or None if it has none."""
+    if formats.newest_checkpoint(folder):
+        return formats.nanochat_tokenizer(folder)
+    return folder if (folder / "tokenizer.json").exists() else None
+
+
+def read_network(source: Path) -> tuple[int, Config, dict]:
+    """Return the step of the network in a folder, 1 if it is not known, the Config of its run, and its float32
+    parameters. Raise UserError if it is not one of ours, or if an array is missing, too much, or of another shape."""
+    checkpoint = formats.newest_checkpoint(source)
+    config = of_checkpoint(checkpoint) if checkpoint else of_hf(source)
+    step = int(checkpoint.stem.removeprefix("model_")) if checkpoint else 1
+    stored = formats.stored_arrays(source)
+    name_of, transposed = formats.spelling(stored)
+    here, wanted = {name: tuple(array.get_shape()) for name, array in stored.items()}, {}
+    for name, shape in parameter_shapes(config.model).items():
+        wanted[name_of(name)] = shape[::-1] if transposed and name.endswith(".kernel") else shape
+    wrong = [
+        f"{name}: {here.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+        for name in sorted(wanted.keys() | here.keys())
+        if wanted.get(name) != here.get(name)
+    ]
+    if wrong:
+        raise UserError(f"the arrays in {source} are not those of its config:\n  " + "\n  ".join(wrong))
+
+    def read(path: tuple, _: jax.ShapeDtypeStruct) -> Array:
+        name = path_name(path)
+        array = stored[name_of(name)][:]
+        return jnp.asarray(formats.turned(name, array) if transposed else array, np.float32)
+
+    params = jax.tree_util.tree_map_with_path(read, split_model(config.model, jnp.dtype(jnp.float32))[1])
+    return max(step, 1), config, params
+
+
+def batch_of_rows(length: int, tokens_per_step: int) -> BatchConfig:
+    """Return the sizes of a step of rows of `length` tokens."""
+    rows = max(tokens_per_step // length, 1)
+    return BatchConfig(length, rows * length, math.gcd(rows, max(1, TOKENS_AT_A_TIME // length)))
+
+
+def of_checkpoint(checkpoint: Path) -> Config:
+    """Return a Config with the network, the row and the rates of a checkpoint of nanochat's. Raise UserError if it is
+    of another nanochat than the one of mid 2026."""
+    try:
+        model, length, tokens_per_step, optimizer = formats.describe_checkpoint(checkpoint)
+        chat = checkpoint.resolve().parent.parent.name.startswith("chat")  # chatsft_checkpoints, chatrl_checkpoints
+        config = as_config(model, batch_of_rows(length, tokens_per_step), chat)
+        config = resolved(with_options(config, optimizer))
+        validate(config)
+    except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the meta file of {checkpoint} describes no network of ours: {error!r}") from error
+    return config
+
+
+def of_hf(folder: Path) -> Config:
+    """Return a Config with the network and the row that a folder's config.json describes. Raise UserError for other
+    architectures."""
+    path = folder / "config.json"
+    try:
+        theirs: dict[str, Any] = json.loads(path.read_text())
+        kind = theirs.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if kind not in OURS:
+        raise UserError(
+            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); "
+            f"lm-evaluation-harness measures it by itself: lm_eval --model hf --model_args pretrained={folder}"
+        )
+    try:
+        if kind == "nanochat":
+            model, describe = formats.model_of_hf(theirs), formats.hf_config
+        else:
+            options = theirs["options"]
+            model = ModelConfig(**options | {"vocab_size": theirs.get("vocab_size", options["vocab_size"])})
+            describe = formats.own_config
+        chat = any(folder.glob("*chat_template*"))
+        config = as_config(model, batch_of_rows(theirs["max_position_embeddings"], TOKENS_PER_STEP), chat)
+        validate(config := resolved(config))
+        for name, ours in describe(config).items():
+            if name not in ("architectures", "auto_map", "options") and theirs.get(name) not in (None, ours):
+                raise UserError(f"{name} is {theirs[name]}, and our network has {ours}")
+    except (UserError, LookupError, TypeError) as error:
+        raise UserError(f"{path} describes another network than ours: {error}") from error
+    return config
+
+
+def as_config(model: ModelConfig, batch: BatchConfig, chat: bool) -> Config:
+    """Return the Config of a run of this network, which configs/chat.py follows. `chat`: it was trained on
+    conversations."""
+    optimizer = OptimizerConfig(matrices=MatricesConfig(0.002, kind="muon"))
+    data = DataConfig(packing="whole" if chat else "stream")
+    return Config("converted", model=model, batch=batch, optimizer=optimizer, data=data)
+
+
+def write_run(out: Path, config: Config, step: int, tokenizer: TextTokenizer, params: dict) -> None:
+    """Write a run with one checkpoint of these parameters. Its config.json comes last: without it, there is no run."""
+    config = replace(config, name=out.name, run_dir=str(out), steps=step)
+    built = build(replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
+    state = built.create_state()._replace(params=params, step=jnp.int32(step))
+    tokenizer.save(out / "tokenizer")
+    saver = Saver(out, CheckpointConfig())
+    saver.save_last(step, state, {"tokens": 0, "shapes": parameter_shapes(config.model)})
+    write_record(out / "config.json", config, "", [])
+
+
+if __name__ == "__main__":
+    run_command(main)
