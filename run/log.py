@@ -29,7 +29,6 @@ from run.ending import tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
 from training.build import Build
-from training.diagnostics import Diagnosis
 from training.state import TrainState
 from training.step import Metrics
 
@@ -141,7 +140,6 @@ class MetricsLog:
         wandb = partial(Wandb, config) if config.log.wandb else None
         self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
         lines = [line for line in read_metrics(config.run_dir) if line["step"] <= start.step]
-        self.diagnosis = Diagnosis(lines)
         self.scores = {line["step"]: line["val_bpb"] for line in lines if line.get("val_bpb") is not None}
         """Bits per byte of each evaluated step, by the lines that are on this machine."""
         self.bar = tqdm(
@@ -196,8 +194,7 @@ class MetricsLog:
         self.watchdog.finish(step)
         self.bar.update(step - self.bar.n)
         if "diagnostics" in values:
-            measured = self.diagnosis.line(values.pop("diagnostics"))
-            self.write(step, {"diagnostics": measured})
+            self.write(step, {"diagnostics": values.pop("diagnostics")})
         if not values["valid_tokens"]:
             values["loss"] = math.nan  # 0 / 0: the step has no loss
         self._count_skipped(step, values)

@@ -74,19 +74,17 @@ def write_run(
 
 
 def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
-    """Return diagnostics as in training/diagnostics.py. Early, the noise scale has no upper bound."""
-    unbounded = step < 40
+    """Return diagnostics as in training/diagnostics.py."""
     norms = {"gradient_norm": 0.1 + 1 / step, "parameter_norm": 20.0}
     return {
-        "noise_scale": None if unbounded else noise * (1 + chance.gauss(0, 0.05)),
-        "noise_scale_low": 0.7 * noise,
-        "noise_scale_high": None if unbounded else 1.5 * noise,
+        "signal": {"all": 1e-4 * (1 + chance.gauss(0, 0.2))},
+        "noise": {"all": 1e-4 * noise},
         "coherence_running": 0.7 * math.exp(-step / 100) + 0.2 + chance.gauss(0, 0.01),
         "clipped": 0.1,
         "groups": {
             group: norms
             | {"update_norm": (0.02, 0.6, 0.03)[i] * (1.1 - step / 400)}
-            | {"snr": 0.3 + 0.1 * i, "unchanged_share": 0.25 if group == "embed" else 0.001, "noise_scale": noise}
+            | {"snr": 0.3 + 0.1 * i, "unchanged_share": 0.25 if group == "embed" else 0.001}
             for i, group in enumerate(GROUPS)
         },
     }

@@ -188,7 +188,7 @@ def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     measurements = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
     assert [line["step"] for line in measurements] == list(range(2, 25, 2))
     last = measurements[-1]["diagnostics"]
-    assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
+    assert last["noise"]["all"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
 
 

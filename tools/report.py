@@ -21,6 +21,7 @@ from configs.command_line import Exit, config_from_json, exit_code_of, parse_arg
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, UserError, options
 from run.record import fetch_locally, read_metrics, storage_path
+from tools.noise import add_noise_scales
 
 AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
@@ -303,6 +304,7 @@ def page(runs: list[Run]) -> str:
     """Return the page, as HTML that fetches nothing."""
     for run in runs:
         add_ratios(run.lines)
+        add_noise_scales(run.lines)
     drawn = [(plot, lines) for plot in PLOTS if (lines := traces(plot, runs))]
     axes = []
     for run in runs:

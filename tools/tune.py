@@ -31,7 +31,7 @@ from configs.validation import require_steps
 from hosts.machines import GIB
 from hosts.runtime import ROOT, code_digest, versions
 from run.record import read_metrics, scores
-from training.diagnostics import NoiseScale, noise_scale
+from tools.noise import NoiseScale, noise_scale_of
 
 REMATS = ("none", "products", "block")
 SIZES = 3  # numbers of rows that are tried with each `remat`
@@ -194,16 +194,15 @@ class Window(NamedTuple):
 
 def windows(lines: list[dict]) -> list[Window]:
     """Return the diagnostics of the later half of the steps measured up to each of WINDOWS."""
-    measured = [(line["step"], line["diagnostics"]) for line in lines if "diagnostics" in line]
+    measured = [line for line in lines if "diagnostics" in line]
     found = []
     for share in WINDOWS:
         until = measured[: round(share * len(measured))]
         part = until[len(until) // 2 :]
-        pairs = [(of["signal"]["all"], of["noise"]["all"]) for _, of in part if of["noise"]["all"] is not None]
-        scale = noise_scale(*zip(*pairs)) if pairs else None
-        of_steps = [(of["coherence_running"], of["groups"]["matrices"]["snr"]) for _, of in part]
+        facts = [line["diagnostics"] for line in part]
+        of_steps = [(of["coherence_running"], of["groups"]["matrices"]["snr"]) for of in facts]
         coherence, snr = np.mean(np.array(of_steps, float), axis=0)
-        found.append(Window(part[0][0], part[-1][0], scale, float(coherence), float(snr)))
+        found.append(Window(part[0]["step"], part[-1]["step"], noise_scale_of(part), float(coherence), float(snr)))
     return found
 
 

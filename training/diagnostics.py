@@ -16,11 +16,10 @@ Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is th
 Parameters too small to divide over `fsdp` are summed after the scan. There each device has its own units, and the
 formulas apply with other n_k. The cosine omits these parameters (a few hundred numbers).
 
-On the host, `Diagnosis` estimates the noise scale over a window of measured steps, with its interval.
+metrics.jsonl keeps |G|^2 as `signal` and tr Sigma as `noise`. tools/noise.py averages them over a window of measured
+steps, before the division.
 """
 
-import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
@@ -38,10 +37,6 @@ from training.muon import MuonState
 from training.optimizer import AdamState, parameter_groups
 from training.state import TrainState
 from training.step import Measure, Squares, StepSums, Update
-
-WINDOW = 64  # most measured steps in a noise scale
-BLOCKS = 8  # of the jackknife: at least this many measured steps
-T = 2.364624251592784  # Student's, of BLOCKS - 1 degrees of freedom at 0.975. Importing SciPy takes a tenth of a start.
 
 
 class Leaves(NamedTuple):
@@ -103,8 +98,8 @@ def measure(leaves: Leaves, state: TrainState, sums: StepSums, update: Update) -
         "noise": of_all(noise),
         "coherence_running": coherence(squares, leaves.divided),
         "clipped": (update.clip < 1).astype(jnp.float32),
-        "groups": groups | {"unchanged_share": shares, "snr": signal_over_noise(opt_state, clipped)},
-        "blocks": norms(leaves.blocks),
+        "groups": _by_name(groups | {"unchanged_share": shares, "snr": signal_over_noise(opt_state, clipped)}),
+        "blocks": _by_name(norms(leaves.blocks)),
     }
 
 
@@ -174,68 +169,7 @@ def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, state) for state in filter(is_one, jax.tree.leaves(of_group, is_leaf=is_one)))
 
 
-class NoiseScale(NamedTuple):
-    """The gradient noise scale, in tokens, with an interval of about 95%."""
-
-    value: float
-    low: float
-    high: float
-    """Infinite if the true gradient may be zero; the noise scale is then at least `low`."""
-
-
-def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale | None:
-    """Return the ratio of the means of |G|^2 and tr Sigma over several steps; a mean of ratios is biased. Return None
-    for fewer than 8 steps. The 95% interval is by Student's t, from a jackknife over blocks of neighbouring steps,
-    which are alike."""
-    if len(signals) < BLOCKS:
-        return None
-    estimates = np.stack([signals, noises], 1)
-    blocks = np.array_split(estimates, BLOCKS)
-    left_out = np.array([np.mean(np.concatenate(blocks[:i] + blocks[i + 1 :]), axis=0) for i in range(BLOCKS)])
-
-    def reach(values: np.ndarray) -> float:
-        """Return half the width of the jackknife's interval."""
-        return T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((values - values.mean(0)) ** 2)))
-
-    signal, noise = np.mean(estimates, axis=0)
-    if signal - reach(left_out[:, 0]) <= 0:
-        at_most = signal + reach(left_out[:, 0])
-        low = max(noise - reach(left_out[:, 1]), 0.0) / at_most if at_most > 0 else 0.0
-        return NoiseScale(float(noise / signal) if signal > 0 else math.inf, float(low), math.inf)
-    value, spread = noise / signal, reach(left_out[:, 1] / left_out[:, 0])
-    return NoiseScale(float(value), float(max(value - spread, 0.0)), float(value + spread))
-
-
-class Diagnosis:
-    """The window of newest measured steps."""
-
-    def __init__(self, lines: Iterable[dict] = ()):
-        """Take `lines`: those of metrics.jsonl, up to the step that the run resumes from."""
-        self.newest: deque[dict[str, dict[str, float]]] = deque(maxlen=WINDOW)
-        for line in lines:
-            if "diagnostics" in line:
-                self.newest.append(line["diagnostics"])
-
-    def line(self, measured: dict) -> dict:
-        """Return the record for metrics.jsonl of the newest measured step (training/diagnostics.py, as numbers): norms
-        by group and by block, and the window's noise scale, of each group and of all."""
-        measured = dict(measured)
-        groups, blocks = (_by_name(measured.pop(kind)) for kind in ("groups", "blocks"))
-        self.newest.append(measured)
-        for name, group in groups.items():
-            group["noise_scale"] = scale.value if (scale := self.scale(name)) else None
-        of_all = self.scale("all") or (None, None, None)
-        noise = dict(zip(("noise_scale", "noise_scale_low", "noise_scale_high"), of_all))
-        return {**noise, "groups": groups, "blocks": blocks, **measured}
-
-    def scale(self, name: str) -> NoiseScale | None:
-        """Return the noise scale of a group, or of `all`, over the window."""
-        pairs = [(step["signal"].get(name), step["noise"].get(name)) for step in self.newest]
-        known = [(s, n) for s, n in pairs if s is not None and n is not None and math.isfinite(s) and math.isfinite(n)]
-        return noise_scale(*zip(*known)) if known else None
-
-
-def _by_name(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
+def _by_name(values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
     """Return {name: {quantity: value}} of {quantity: {name: value}}."""
     names = sorted({name for by_name in values.values() for name in by_name})
     return {name: {key: by_name[name] for key, by_name in values.items() if name in by_name} for name in names}

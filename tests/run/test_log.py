@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, DiagnosticsConfig, EvalConfig, HangConfig, LogConfig
+from configs.schema import CheckpointConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
 from run.log import ENOUGH, MOST_SKIPPED, Clock, MetricsLog, ResumePoint, mfu_of, of_all_hosts
-from run.metrics import MetricsWriter
 from run.record import Times, read_metrics, seconds_by_activity
 from tests.helpers import tiny_config
 from training.state import TrainState
@@ -94,15 +93,6 @@ def test_the_peak_of_bfloat16_measures_no_other_type():
         built: Any = SimpleNamespace(config=config, mesh=mesh, dtype=jnp.dtype(dtype))
         shares[dtype] = mfu_of(built, 1e6)
     assert shares["float32"] is None and 0 < shares["bfloat16"] < 1
-
-
-def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(make, tmp_path):
-    writer = MetricsWriter(tmp_path, 0)
-    for step in (4, 8, 12):
-        writer.write({"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": step}}})
-    writer.close()
-    log = make(step=8, diagnostics=DiagnosticsConfig(every_steps=4))
-    assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
 
 
 # Spikes and skipped steps.

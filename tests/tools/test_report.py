@@ -15,7 +15,6 @@ from tests.helpers import tiny_config
 from tests.run_folders import write_run
 from tools import report
 from training.build import build
-from training.diagnostics import BLOCKS, Diagnosis
 
 ROOT = Path(__file__).parents[2]
 PLOTS = [plot.id for plot in report.PLOTS]
@@ -25,7 +24,11 @@ PLOTS = [plot.id for plot in report.PLOTS]
 def runs(tmp_path_factory) -> list[str]:
     """Write two runs with every kind of figure."""
     folder = tmp_path_factory.mktemp("runs")
-    more = {"peak_memory_bytes": 7e10, "diagnostics": {"noise_scale": 9000.0}, "data_wait": 2e-6}
+    more = {
+        "peak_memory_bytes": 7e10,
+        "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 9000.0}},
+        "data_wait": 2e-6,
+    }
     return [
         str(write_run(folder / "d12", name="d12", line=more)),
         str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=more)),
@@ -78,9 +81,8 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     """Use the names from the step and training/diagnostics.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
-    measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis()
-    line = [diagnosis.line(measured) for _ in range(BLOCKS)][-1]
-    read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
+    measured = jax.tree.map(lambda _: 1.0, metrics["diagnostics"])
+    read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": measured}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
     assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)

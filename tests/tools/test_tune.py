@@ -13,8 +13,8 @@ from configs.command_line import load_config, parse
 from configs.schema import with_options
 from tests.test_train import run, write_folder
 from tools import tune
+from tools.noise import NoiseScale
 from tools.tune import Point, Runs, batch_for, difference, frontier, knee, rate_for, windows
-from training.diagnostics import NoiseScale
 
 FAST = Point(16, "none", 100.0, 8.0)
 NEARLY, SLOW, WORSE = Point(8, "none", 96.0, 4.0), Point(2, "block", 50.0, 2.0), Point(4, "none", 90.0, 5.0)
