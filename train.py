@@ -73,9 +73,8 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times
             profile.before(step + 1, state)
             batch = log.clock.next_batch(batches)
             log.watchdog.dispatch(step + 1)
-            with log.clock.waiting():  # a CPU's call waits for the step before it
-                take = measuring_step if is_due(step + 1, config.diagnostics.every_steps) else train_step
-                state, metrics = take(state, batch)
+            take = measuring_step if is_due(step + 1, config.diagnostics.every_steps) else train_step
+            state, metrics = take(state, batch)
             step += 1
             log.step(step, metrics)  # reads the step before, while the devices compute this one
             profile.after(step, state)

@@ -32,7 +32,7 @@ from configs.schema import FilePath, NotNegative, Positive, UserError
 from hosts.runtime import run_command
 from run.record import read_metrics
 
-TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
+TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "time")
 SHORT, LONG = 3, 45  # seconds: below and above the limit of silence (hosts.distributed.HEARTBEAT_SECONDS)
 LONE = 90  # seconds until a process that ended is restarted alone, if others still run
 BOUND = 240  # seconds within which a run must save a newer checkpoint, or end

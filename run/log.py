@@ -1,8 +1,6 @@
 """The log of a run's steps: their time, the lines of metrics.jsonl, the progress bar, and reports to the user."""
 
-import json
 import math
-import platform
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from configs.messages import LOGGER
 from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
-from hosts.distributed import exchange
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
@@ -52,16 +49,6 @@ class ResumePoint(NamedTuple):
     """Losses of the newest steps, to compare a spike with."""
 
 
-class Rates(NamedTuple):
-    """Measurements of a clock since its last reading."""
-
-    tokens_per_second: float
-    data_wait: float
-    """Share of the time in which the devices were idle because the next batch was not there."""
-    own_seconds: float
-    """Seconds in which this process did not wait for its devices, whose collectives wait for other processes."""
-
-
 class Clock:
     """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
 
@@ -69,8 +56,8 @@ class Clock:
         """Take the seconds and tokens of the starts before."""
         self.before, self.origin = seconds, time.perf_counter()
         self.last = (seconds, tokens)
-        self.stalled = self.on_devices = 0.0
-        """Seconds since the last reading: of `data_wait`, and of waiting for the devices."""
+        self.stalled = 0.0
+        """Seconds since the last reading in which the devices waited for a batch."""
         self.watching = ThreadPoolExecutor(1, "clock")
         self.devices_done: Future[float] | None = None
         """The time at which the devices completed the newest step."""
@@ -92,19 +79,12 @@ class Clock:
         """Note the newest step's metrics, which are ready once the devices have completed it."""
         self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
 
-    def rates(self, tokens: int) -> Rates:
-        """Return the measurements since the last reading, at which the run had fewer than `tokens` tokens."""
+    def rates(self, tokens: int) -> tuple[float, float]:
+        """Return the tokens per second since the last reading, at which the run had fewer than `tokens` tokens, and the
+        share of the time in which the devices waited for a batch."""
         (seconds, before), self.last = self.last, (self.seconds, tokens)
-        passed, stalled, on_devices = self.last[0] - seconds, self.stalled, self.on_devices
-        self.stalled = self.on_devices = 0.0
-        return Rates((tokens - before) / passed, stalled / passed, passed - on_devices)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for the devices."""
-        start = time.perf_counter()
-        yield
-        self.on_devices += time.perf_counter() - start
+        passed, stalled, self.stalled = self.last[0] - seconds, self.stalled, 0.0
+        return (tokens - before) / passed, stalled / passed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,8 +169,7 @@ class MetricsLog:
         if not self.unread:
             return
         (step, metrics), self.unread = self.unread, None
-        with self.clock.waiting():
-            values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         self.watchdog.finish(step)
         self.bar.update(step - self.bar.n)
         if "diagnostics" in values:
@@ -206,14 +185,13 @@ class MetricsLog:
 
     def _log(self, step: int, values: dict) -> None:
         """Write a step's line, and move the bar."""
-        tokens_per_second, data_wait, own_seconds = self.clock.rates(self.tokens(step))
+        tokens_per_second, data_wait = self.clock.rates(self.tokens(step))
         mfu = mfu_of(self.built, tokens_per_second)
         line = {**values, "epochs": self.text.epochs(self.tokens(step) // self.built.batch_shape[2])}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
-        line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
-        ours = {"data_wait": data_wait, "own_seconds": own_seconds, "peak_memory_bytes": line["peak_memory_bytes"]}
-        self.write(step, {**line, **of_all_hosts(ours), "seconds": self.clock.seconds})
+        line |= {"peak_memory_bytes": memory.get("peak_bytes_in_use"), "seconds": self.clock.seconds}
+        self.write(step, line)
         if self.writer.problem:
             LOGGER.warning(self.writer.problem)
         shown = f"{self.shown(line)}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
@@ -271,18 +249,3 @@ def mfu_of(built: Build, tokens_per_second: float) -> float | None:
         return None
     flops = flops_per_token(built.config.model, built.config.batch.sequence_length)
     return tokens_per_second * flops / (peak * built.mesh.size)
-
-
-def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
-    """Return, under `hosts`, the minimum and maximum of each measurement over processes, and their processes. Return
-    nothing for one process. Every process must call it."""
-    if jax.process_count() == 1:
-        return {}
-    answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))
-    theirs = dict(map(json.loads, answers))
-    spread = {}
-    for name in (name for name, value in ours.items() if value is not None):
-        order = sorted(theirs, key=lambda host: theirs[host][name])
-        least, most = order[0], order[-1]
-        spread[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
-    return {"hosts": spread}

@@ -70,5 +70,3 @@ def test_machines_that_share_only_a_bucket_are_preempted_replaced_and_end_as_one
         for name in line.keys() & {"loss", "grad_norm", "val_loss", "val_bpb", "core", "core_tasks"}:
             assert line[name] == pytest.approx(expected[name], rel=1e-5), (line["step"], name)
     assert [line["step"] for line in of_steps(record)] == list(range(1, 21)) and "core" in ours[-1]
-    for spread in (line["hosts"]["own_seconds"] for line in of_steps(record)):
-        assert spread["max"] >= spread["min"] > 0

@@ -54,7 +54,7 @@ COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
     **{"prepare": data.prepare.__main__.main, "inspect_run": inspect_run.main, "convert": convert.main},
 }
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes", "hosts"}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes"}
 PREEMPTED = 143  # the exit code after SIGTERM
 
 
