@@ -36,7 +36,7 @@ from run.log import ResumePoint
 from run.record import Events, Times, batch_of, local_path
 from run.saver import Saver
 from training.build import Build, build
-from training.mesh import make_mesh, note_on_slow_links, sizes_of
+from training.mesh import make_mesh, sizes_of
 
 
 def check_processes(config: Config, arguments: Any) -> None:
@@ -175,14 +175,14 @@ def record_start(built: Build, text: Text, changes: list[str], start: ResumePoin
 
 
 def describe(built: Build) -> str:
-    """Return lines for the run and the sizes of its step, its kernels, and slow links, if any."""
+    """Return lines for the run, the sizes of its step, and its kernel of attention."""
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    sizes = (
+    return (
         f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
         f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps; a "
-        f"step: {micro_batches} micro-batch(es) x {rows} rows x {length} tokens"
+        f"step: {micro_batches} micro-batch(es) x {rows} rows x {length} tokens\n"
+        f"{describe_attention(built)}"
     )
-    return "\n".join(filter(None, [sizes, describe_attention(built), note_on_slow_links(built.mesh)]))
 
 
 def describe_attention(built: Build) -> str:

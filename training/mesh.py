@@ -130,20 +130,6 @@ def axes_between(mesh: Mesh) -> list[str]:
     return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
 
 
-def note_on_slow_links(mesh: Mesh) -> str:
-    """Return a line if `fsdp` or `tensor` cross device groups, otherwise an empty one."""
-    slow = " and ".join(axis for axis in axes_between(mesh) if axis != "data")
-    if not slow:
-        return ""
-    inner = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    group_size = mesh.size // len(device_groups(list(mesh.devices.flat)))
-    return (
-        f"note: fsdp x tensor = {inner} do not fit the {group_size} device(s) of a slice, node or process, so slower "
-        f"links carry what crosses {slow} in each micro-batch (tools.plan prints the bytes); with fsdp x tensor that "
-        f"divide {group_size}, only data crosses them, once a step"
-    )
-
-
 def xla_options(mesh: Mesh, deterministic: bool = True) -> dict[str, bool]:
     """Return options of XLA that differ from its defaults, by platform.
 

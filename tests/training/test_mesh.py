@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import arrange, batch_shape, device_groups, make_mesh, note_on_slow_links
+from training.mesh import arrange, axes_between, batch_shape, device_groups, make_mesh
 
 
 def mesh(replicas: int) -> Mesh:
@@ -76,16 +76,10 @@ def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, eac
     assert tuple(bool(np.ptp(node, axis).any()) for axis in range(3)) == across
 
 
-def test_a_mesh_that_crosses_nodes_is_reported(monkeypatch):
-    def note(*sizes):
-        devices = make_mesh(MeshConfig(*sizes))
-        with monkeypatch.context() as patch:
-            patch.setattr("training.mesh.device_groups", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
-            return note_on_slow_links(devices)
-
-    assert note(4, 2, 1) == note(2, 2, 2) == ""
-    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in note(1, 8, 1) and "crosses fsdp in" in note(1, 8, 1)
-    assert "crosses tensor in" in note(1, 1, 8)
+def test_axes_that_cross_nodes_are_named(monkeypatch):
+    meshes = [make_mesh(MeshConfig(*sizes)) for sizes in ((4, 2, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8))]
+    monkeypatch.setattr("training.mesh.device_groups", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
+    assert [axes_between(mesh) for mesh in meshes] == [["data"], ["data"], ["fsdp"], ["tensor"]]
 
 
 def test_nodes_of_different_sizes_are_refused():
