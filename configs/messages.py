@@ -1,4 +1,4 @@
-"""Show messages and the progress of long work, and start the user's command at events of a run (--log.on_event).
+"""Show messages, and start the user's command at events of a run (--log.on_event).
 
 Modules log messages, which appear above the progress bar."""
 
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tqdm import tqdm
 from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
-TICK = 10  # seconds between two lines of progress without a terminal
 
 
 class TqdmHandler(logging.Handler):
@@ -65,26 +63,6 @@ def show_messages(first: bool = True) -> None:
     LOGGER.handlers = [TqdmHandler() if first else logging.NullHandler()]
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # some library gives the root logger a handler, too
-
-
-class _Lines:
-    """Writes tqdm's output as lines of a log."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """Do nothing: each line is flushed."""
-
-
-def progress(work: Iterable | None = None, **options: Any) -> tqdm:
-    """Return tqdm over `work`, with tqdm's `options` (`desc`, `unit`, `total`, `disable`, ...): a bar in a terminal,
-    otherwise a line every ten seconds."""
-    if sys.stderr.isatty():
-        return tqdm(work, **options)
-    form = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {remaining} left"
-    return tqdm(work, **options, file=_Lines(), bar_format=form, mininterval=TICK, maxinterval=TICK, delay=TICK)
 
 
 def start_hook(
