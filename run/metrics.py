@@ -169,14 +169,9 @@ class Wandb:
         with self._reported_errors():
             import wandb  # pyright: ignore[reportMissingImports]
 
-            settings = wandb.Settings(
-                console="off",
-                silent=True,
-                login_timeout=WANDB_SECONDS,
-                init_timeout=WANDB_SECONDS,
-                finish_timeout=WANDB_SECONDS,  # it waits for the network without end otherwise
-                finish_timeout_raises=True,
-            )
+            # Without finish_timeout, finish() waits for the network without end.
+            limits = dict.fromkeys(("login_timeout", "init_timeout", "finish_timeout"), WANDB_SECONDS)
+            settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
             self.run = wandb.init(
                 project=project,
                 entity=entity or None,
