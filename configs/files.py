@@ -11,15 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    stop_all,
-    wait_random_exponential,
-)
+import tenacity
 
 from configs.schema import UserError
 
@@ -139,11 +131,11 @@ def _is_transient(error: BaseException) -> bool:
 def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
     RETRY_SECONDS and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
-    again = Retrying(
+    again = tenacity.Retrying(
         # A read may take longer than that to fail, and deserves a retry.
-        stop=stop_all(stop_after_delay(RETRY_SECONDS), stop_after_attempt(3)),
-        wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
-        retry=retry_if_exception(is_transient),
+        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(3)),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
+        retry=tenacity.retry_if_exception(is_transient),
         before_sleep=partial(_say, what),
         reraise=True,
     )
@@ -160,7 +152,7 @@ def described(error: BaseException) -> str:
     return f"{int(is_transient(error))} {first_line(error)}"
 
 
-def _say(what: str, state: RetryCallState) -> None:
+def _say(what: str, state: tenacity.RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None
         print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)
