@@ -162,13 +162,13 @@ class Wandb:
     once, and the run continues without it."""
 
     def __init__(self, config: Config):
-        entity, _, project = config.log.wandb.rpartition("/")
-        # One run there for all starts of this one, on any machine.
-        first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
         self.run: Any = None
         with self._reported_errors():
             import wandb  # pyright: ignore[reportMissingImports]
 
+            entity, _, project = config.log.wandb.rpartition("/")
+            # One run there for all starts of this one, on any machine.
+            first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
             # Without finish_timeout, finish() waits for the network without end.
             limits = dict.fromkeys(("login_timeout", "init_timeout", "finish_timeout"), WANDB_SECONDS)
             settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
