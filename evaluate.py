@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
 from configs.files import in_bucket
-from configs.messages import progress
+from configs.progress import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text, shortest
 from data.loader import held_out_batches

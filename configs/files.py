@@ -6,19 +6,12 @@ import re
 import ssl
 import sys
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    stop_all,
-    wait_random_exponential,
-)
+import tenacity
 
 from configs.schema import UserError
 
@@ -26,16 +19,16 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 300  # retries of a failing disk or store last this long
 LONGEST_PAUSE = 30  # seconds between attempts
-# Errors of file systems that persist until somebody changes something.
+# Errors of file systems that persist until somebody changes something, by number and, if they have none, by kind.
 LASTING = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
 }
+LASTING_KINDS = (FileNotFoundError, PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 # Errors of tensorstore, which are all ValueErrors that begin with a status.
 PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
-
 CLIENTS = ("aiohttp", "google.auth", "httpx")  # libraries whose errors without a status are the network's
 
 
@@ -70,10 +63,10 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
         raise
 
 
-def write_picture(path: Path, figure: Any, dpi: int = 150) -> None:
+def write_picture(path: Path, figure: Any) -> None:
     """Write a figure of matplotlib as a PNG, as `write_whole` does."""
     content = BytesIO()
-    figure.savefig(content, format="png", dpi=dpi)
+    figure.savefig(content, format="png", dpi=150)
     # A copy: if the write fails, a view of the buffer in the traceback crashes Python 3.12.
     write_whole(path, content.getvalue())
 
@@ -91,12 +84,6 @@ def append_whole(path: Path, text: str) -> None:
         os.truncate(path, size)  # after closing, which writes the rest of a failed flush
         error.filename = str(path)
         raise
-
-
-def shown_bytes(count: float) -> str:
-    """Return a size on a disk: 24.0 kB, 0.3 MB, 3.1 GB."""
-    unit = next((unit for unit in (1e9, 1e6) if count >= unit / 10), 1e3)
-    return f"{count / unit:.1f} {({1e9: 'GB', 1e6: 'MB', 1e3: 'kB'})[unit]}"
 
 
 class StorageLost(Exception):
@@ -130,11 +117,7 @@ def is_transient(error: BaseException) -> bool:
 def _is_transient(error: BaseException) -> bool:
     if (status := status_of(error)) is not None:
         return status in (401, 408, 429) or status >= 500  # 401: credentials could not be renewed
-    if isinstance(
-        error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
-    ):
-        return False
-    if type(error).__name__ == "OfflineModeIsEnabled":  # HF_HUB_OFFLINE=1; a ConnectionError of the hub's client
+    if isinstance(error, LASTING_KINDS) or type(error).__name__ == "OfflineModeIsEnabled":  # HF_HUB_OFFLINE=1
         return False
     if isinstance(error, OSError):
         # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
@@ -145,15 +128,15 @@ def _is_transient(error: BaseException) -> bool:
     return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
 
 
-def with_retries(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
+def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
-    `seconds` (RETRY_SECONDS) and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
-    again = Retrying(
+    RETRY_SECONDS and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
+    again = tenacity.Retrying(
         # A read may take longer than that to fail, and deserves a retry.
-        stop=stop_all(stop_after_delay(RETRY_SECONDS if seconds is None else seconds), stop_after_attempt(3)),
-        wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
-        retry=retry_if_exception(is_transient),
-        before_sleep=lambda state: _say(what, state),
+        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(3)),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
+        retry=tenacity.retry_if_exception(is_transient),
+        before_sleep=partial(_say, what),
         reraise=True,
     )
     try:
@@ -169,7 +152,7 @@ def described(error: BaseException) -> str:
     return f"{int(is_transient(error))} {first_line(error)}"
 
 
-def _say(what: str, state: RetryCallState) -> None:
+def _say(what: str, state: tenacity.RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None
         print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)

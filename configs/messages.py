@@ -1,4 +1,4 @@
-"""Show messages and the progress of long work, and start the user's command at events of a run (--log.on_event).
+"""Show messages, and start the user's command at events of a run (--log.on_event).
 
 Modules log messages, which appear above the progress bar."""
 
@@ -8,8 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tqdm import tqdm
 from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
-TICK = 10  # seconds between two lines of progress without a terminal
 
 
 class TqdmHandler(logging.Handler):
@@ -67,46 +65,18 @@ def show_messages(first: bool = True) -> None:
     LOGGER.propagate = False  # some library gives the root logger a handler, too
 
 
-class _Lines:
-    """Writes tqdm's output as lines of a log."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """Do nothing: each line is flushed."""
-
-
-def progress(work: Iterable | None = None, **options: Any) -> tqdm:
-    """Return tqdm over `work`, with tqdm's `options` (`desc`, `unit`, `total`, `disable`, ...): a bar in a terminal,
-    otherwise a line every ten seconds."""
-    if sys.stderr.isatty():
-        return tqdm(work, **options)
-    form = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {remaining} left"
-    return tqdm(work, **options, file=_Lines(), bar_format=form, mininterval=TICK, maxinterval=TICK, delay=TICK)
-
-
-def start_hook(
-    config: Config,
-    event: str,
-    message: str,
-    step: int | None = None,
-    name: str = "",
-    log: Path | None = None,
-    wait: float = 0,
-) -> None:
-    """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
-    and TOKENSUM_RUN_DIR in its environment. Wait for it, `wait` seconds at most. Append its output to `log`, or print
-    it. A failure is printed and changes nothing."""
+def start_hook(config: Config, event: str, message: str, step: int | None, log: Path, wait: float) -> None:
+    """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and TOKENSUM_RUN_DIR in its
+    environment, and append its output to `log`. Wait for it, `wait` seconds at most. A failure is printed and changes
+    nothing."""
     if not config.log.on_event:
         return
-    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
     run_dir = config.run_dir if "://" in config.run_dir else os.path.abspath(config.run_dir)
-    facts |= {"RUN": name or config.name, "RUN_DIR": run_dir}
+    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
+    facts |= {"RUN": config.name, "RUN_DIR": run_dir}
     environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
     try:
-        with log.open("ab") if log else nullcontext() as file:
+        with log.open("ab") as file:
             started = subprocess.Popen(
                 config.log.on_event,
                 shell=True,

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from configs.messages import progress
+from configs.progress import progress
 from configs.schema import UserError
 from data.conversation import render
 from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu

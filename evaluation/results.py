@@ -97,4 +97,4 @@ def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], tit
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.7, len(labels) - 0.3), xlabel="accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    write_picture(path, figure, 150)
+    write_picture(path, figure)

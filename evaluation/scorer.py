@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.messages import progress
+from configs.progress import progress
 from configs.schema import BATCH_AXES, BatchConfig, ModelConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap

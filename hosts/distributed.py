@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from glob import glob
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 from jax._src import clusters, distributed  # as Orbax does: neither has a public API
@@ -29,7 +29,6 @@ METADATA = "metadata.google.internal,169.254.169.254"  # a Google machine's own 
 GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 JOIN_SECONDS = 30 * 60  # for the last host: as long as a cluster takes to start it
 HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as lost
-SHUTDOWN_SECONDS = 300  # that the end of a process waits for the end of the others
 EXCHANGES = "tokensum/exchange"  # in the service's store: the values that processes exchange
 
 T = TypeVar("T")
@@ -52,11 +51,11 @@ def join() -> int:
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     if os.environ.keys() & {"http_proxy", "HTTP_PROXY"} and direct != "*":
         os.environ["no_proxy"] = direct = f"{direct},{METADATA}".strip(",")
-    address, processes, index = given_processes(os.environ)
-    if not address and processes != 1:
-        address, processes, index = detected_processes()
-    if not address or processes == 1 or jax.distributed.is_initialized():
+    given = [os.environ.get(name, "") for name in GIVEN]
+    found = valid_processes(*given) if any(given) else detected_processes()
+    if not found or jax.distributed.is_initialized():
         return distributed.global_state.process_id
+    address, processes, index = found
     if os.environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:  # gRPC would ask it for the coordinator
         direct = os.environ.get(DIRECT) or direct
         os.environ[DIRECT] = f"{direct},{address.rpartition(':')[0].strip('[]')}".strip(",")
@@ -71,86 +70,77 @@ def join() -> int:
         cluster_detection_method="deactivate",
         initialization_timeout=JOIN_SECONDS,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
     notice.cancel()
-    if gpus := own_gpus(os.environ, len(glob("/dev/nvidia[0-9]*"))):
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
-    return distributed.global_state.process_id
+    gpu = own_gpu(os.environ, len(glob("/dev/nvidia[0-9]*")))
+    if gpu is not None:
+        jax.config.update("jax_cuda_visible_devices", str(gpu))
+    return index
 
 
-def given_processes(environ: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
-    """Return the address of process 0, the number of processes and this one's number that the user set; None if they
-    are not set. JAX_NUM_PROCESSES=1 needs no others. Raise UserError if they are incomplete or impossible."""
-    address, processes, index = (environ.get(name, "") for name in GIVEN)
-    if not (address or processes or index):
-        return None, None, None
-    if processes == "1" and not (address or index):
-        return None, 1, 0
+def valid_processes(address: str, processes: str, index: str) -> tuple[str, int, int] | None:
+    """Return the address of process 0, the number of processes and this one's number; None for one process, which
+    needs no others. Raise UserError if they are incomplete or impossible."""
+    if processes == "1":
+        return None
     host, _, port = address.rpartition(":")
-    numbers = processes.isdecimal() and index.isdecimal() and port.isdecimal()
-    is_host = re.fullmatch(r"[\w.-]+|\[[\w:.%]+\]", host)
-    if not (numbers and is_host and int(index) < int(processes) and 0 < int(port) < 65536):
-        found = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in GIVEN)
-        raise UserError(
-            f"{GIVEN[0]} (HOST:PORT of process 0), {GIVEN[1]} and {GIVEN[2]} (from 0) belong together; found {found}"
-        )
-    return address, int(processes), int(index)
+    is_address = re.fullmatch(r"[\w.-]+|\[[\w:.%]+\]", host) and port.isdecimal() and 0 < int(port) < 65536
+    if is_address and processes.isdecimal() and index.isdecimal() and int(index) < int(processes):
+        return address, int(processes), int(index)
+    found = ", ".join(f"{name}={value or '(not set)'}" for name, value in zip(GIVEN, (address, processes, index)))
+    raise UserError(
+        f"{GIVEN[0]} (HOST:PORT of process 0), {GIVEN[1]} and {GIVEN[2]} (from 0) belong together; found {found}"
+    )
 
 
-def detected_processes() -> tuple[str | None, int | None, int | None]:
-    """Return what `given_processes` does, as JAX detects it; None without a launcher. Raise UserError if the launcher's
+def detected_processes() -> tuple[str, int, int] | None:
+    """Return what `valid_processes` does, as JAX detects it; None without a launcher. Raise UserError if the launcher's
     variables are incomplete or impossible."""
     if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":  # an interactive step of a larger allocation
-        return None, None, None
-    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-    if re.match(r"[^,[]*\[[^]]*\][^,]", nodes):
-        raise UserError(f"SLURM_STEP_NODELIST={nodes}: JAX cannot read such a list; use launch/train.sbatch")
+        return None
+    nodes, tasks = os.environ.get("SLURM_STEP_NODELIST", ""), os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
     try:
+        if re.match(r"[^,[]*\[[^]]*\][^,]", nodes):
+            raise ValueError(f"JAX cannot read SLURM_STEP_NODELIST={nodes}; launch/train.sbatch can")
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, JOIN_SECONDS)[:3]
         if found[0]:
-            return given_processes(dict(zip(GIVEN, map(str, found))))
+            return valid_processes(*map(str, found))
+        if tasks != "1":
+            raise ValueError(f"OMPI_COMM_WORLD_SIZE={tasks}, but JAX finds no address; set {', '.join(GIVEN)}")
     except Exception as error:  # of the variables, or of a cluster's client
         raise UserError(
             f"the variables of SLURM, Open MPI, Kubernetes or a TPU's machine are incomplete or wrong ({error}); start "
             "the run with srun or mpirun, or with JAX_NUM_PROCESSES=1 to run one process alone"
         ) from error
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # Open MPI 5, MPICH
-        if os.environ.get(name, "1") != "1":
-            raise UserError(
-                f"{name}={os.environ[name]}, but this launcher gives JAX no address; set {', '.join(GIVEN)}, or "
-                "JAX_NUM_PROCESSES=1 to run one process alone"
-            )
-    return None, None, None
+    return None
 
 
-def own_gpus(environ: Mapping[str, str], gpus: int) -> list[int]:
-    """Return the GPUs of this process by their number among those that it sees; none: as JAX chooses. `gpus`: those of
-    the machine. Every process must call it, after joining: a mistake of one ends all at once."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    mine = f"{platform.node()} {visible}"
+def own_gpu(environ: Mapping[str, str], gpus: int) -> int | None:
+    """Return the number of this process's GPU among those that it sees; None: all of them. `gpus`: those of the
+    machine. Every process must call it, after joining: a mistake of one ends all at once."""
+    mine = f"{platform.node()} {environ.get('CUDA_VISIBLE_DEVICES')}"
     tasks_of = exchange("the GPUs' tasks", mine)
     tasks, local = tasks_of.count(mine), tasks_of[: distributed.global_state.process_id].count(mine)
-    return on_every_process("its GPUs", lambda: local_gpus(environ, gpus, tasks, local))
+    return on_every_process("its GPUs", lambda: local_gpu(environ, gpus, tasks, local))
 
 
-def local_gpus(environ: Mapping[str, str], gpus: int, tasks: int, local: int) -> list[int]:
-    """Return the GPUs of the task `local` of `tasks` that see the same ones: all for one task, else one for each; none:
-    as JAX chooses. Raise UserError if the tasks cannot take one GPU each."""
+def local_gpu(environ: Mapping[str, str], gpus: int, tasks: int, local: int) -> int | None:
+    """Return the GPU of the task `local` of `tasks` that see the same ones; None: all that it sees. Raise UserError if
+    the tasks cannot take one GPU each."""
+    if environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_PLATFORMS") in ("cpu", "tpu"):
+        return None  # JAX reads these variables
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in (visible or "").split(",") if name not in ("", "-1")]
     gpus = gpus if visible is None else len(names)
-    if environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_PLATFORMS") in ("cpu", "tpu"):
-        return []  # JAX reads these variables
     if gpus > 1 and any(name.startswith("MIG") for name in names):
         raise UserError(f"CUDA_VISIBLE_DEVICES={visible}: CUDA gives a process one MIG device; name one for each task")
     if not gpus or tasks == 1 or len(names) == 1:  # SLURM shows a task only its own
-        return list(range(gpus))
+        return None
     if gpus != tasks:
         raise UserError(
             f"{tasks} tasks of {platform.node()} see {gpus} GPUs; start one task for each machine, or one for each GPU"
         )
-    return [local]
+    return local
 
 
 def everyone_is_here(seconds: float) -> bool:
@@ -227,22 +217,14 @@ def on_first_process(function: Callable[[], Any]) -> Any:
     Every process must call it."""
     if jax.process_count() == 1:
         return function()
-
-    def answer() -> str:
-        return json.dumps(function() if jax.process_index() == 0 else None)
-
-    return json.loads(_together("an answer", answer)[1][0])
+    answer = on_every_process("an answer", lambda: json.dumps(function()) if jax.process_index() == 0 else "")
+    return json.loads(exchange("an answer", answer)[0])
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function` here, once it has returned on every process. If it raises one of SHARED_ERRORS on
     some, all raise the first kind in that order, with the process's number; other exceptions end this process.
     `function` must not wait for another process."""
-    return _together(what, function)[0]
-
-
-def _together(what: str, function: Callable[[], T]) -> tuple[T, list[str]]:
-    """Return the result of `function` here, and every process's if it is a text, in one exchange."""
     failure: Exception | None = None
     result: Any = None
     try:
@@ -250,9 +232,8 @@ def _together(what: str, function: Callable[[], T]) -> tuple[T, list[str]]:
     except SHARED_ERRORS as error:
         failure = error
     kind = next((str(i) for i, kind in enumerate(SHARED_ERRORS) if isinstance(failure, kind)), "")
-    text = result if isinstance(result, str) else ""
-    answers = [answer.split(" ", 1) for answer in exchange(what, f"{kind} {failure or text}")]
+    answers = [answer.split(" ", 1) for answer in exchange(what, f"{kind} {failure or ''}")]
     if failed := [(kind, message, i) for i, (kind, message) in enumerate(answers) if kind]:
         kind, message, i = min(failed)
         raise SHARED_ERRORS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
-    return cast(T, result), [answer for _, answer in answers]
+    return result

@@ -1,9 +1,8 @@
-"""Describe devices: memory, peaks and links, from hosts/machines.toml, and the memory of those here. Without JAX."""
+"""Return what devices can do: their peak FLOP/s, and the memory that programs may take. Without JAX."""
 
 import re
 import tomllib
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,59 +25,17 @@ MACHINES = Path(__file__).with_name("machines.toml")
 CGROUPS, OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Describe one kind of device: a field for each figure of machines.toml, which says what it means."""
-
-    kind: str
-    """As topologies name it: `v5e`, `h200`."""
-    device_kind: list[str]
-    memory: int
-    flops: float
-    bandwidth: float
-    directions: int
-    source: str
-    gpu: bool = False
-    capability: float = 0.0
-    float32: float = 0.0
-    multiprocessors: int = 0
-    clock: float = 0.0
-    l2: int = 0
-    per_chip: int = 1
-    pod: int = 0
-
-    def peak(self, dtype: str) -> float:
-        """Return FLOP/s of matrix products in a compute type. A TPU multiplies float32 in six passes of bfloat16."""
-        return self.flops if dtype != "float32" else self.float32 or self.flops / 6
-
-    @property
-    def for_programs(self) -> int:
-        """Return the bytes that JAX has for programs, as a present device reports them (`bytes_limit`)."""
-        return int(self.memory * GPU_FRACTION) if self.gpu else self.memory
-
-
 @cache
-def machines() -> dict[str, Machine]:
-    """Return the machines of hosts/machines.toml, which users edit. Raise UserError if it cannot be read."""
-    try:
-        tables = tomllib.loads(MACHINES.read_text())
-        return {kind: Machine(kind, **table) for kind, table in tables.items()}
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{MACHINES}: {error}") from error
-
-
-def machine_of(device_kind: str) -> Machine | None:
-    """Return the machine of a `jax.Device.device_kind`, or None if none is described (every CPU)."""
-    matches = [
-        (len(part), m.kind) for m in machines().values() for part in m.device_kind if re.search(part, device_kind)
-    ]
-    return machines()[max(matches)[1]] if matches else None
-
-
 def peak_flops(device_kind: str) -> float | None:
-    """Return a device's peak bfloat16 FLOP/s, or None if it is not known."""
-    machine = machine_of(device_kind)
-    return machine.flops if machine else None
+    """Return the peak bfloat16 FLOP/s of a `jax.Device.device_kind` by hosts/machines.toml, which users edit; None if
+    it does not describe the device. Raise UserError if it cannot be read."""
+    try:
+        tables = tomllib.loads(MACHINES.read_text()).values()
+        patterns = {pattern: table["flops"] for table in tables for pattern in table["device_kind"]}
+        matches = [pattern for pattern in patterns if re.search(pattern, device_kind)]
+    except (OSError, ValueError, KeyError, re.error) as error:
+        raise UserError(f"{MACHINES}: {error}") from error
+    return patterns[max(matches, key=len)] if matches else None
 
 
 def exceeds_vector_memory(error: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import RETRY_SECONDS, first_line, in_bucket, is_transient, permission_hint, shown_bytes, with_retries
+from configs.files import RETRY_SECONDS, first_line, in_bucket, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, code_digest, versions
@@ -114,5 +114,5 @@ def require_room(config: Config) -> None:
         return
     checkpoint = 4 * 3 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
     if (free := on_first_process(lambda: shutil.disk_usage(config.run_dir).free)) < checkpoint:
-        needed = f"a checkpoint takes {shown_bytes(checkpoint)}"
-        raise TrainingAborted(f"{shown_bytes(free)} are free at {config.run_dir}; {needed}: make room, and start again")
+        needed = f"a checkpoint takes {checkpoint / 1e9:.3g} GB"
+        raise TrainingAborted(f"{free / 1e9:.3g} GB are free at {config.run_dir}; {needed}: make room, and start again")

@@ -79,7 +79,7 @@ class Stop:
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
         elif again:
-            os.write(2, b"interrupted twice: ended at once; steps after the newest checkpoint are lost\n")
+            _say("interrupted twice: ended at once; steps after the newest checkpoint are lost")
             os._exit(Exit.INTERRUPTED)
 
     def _preempt(self, number: int, _: object) -> None:
@@ -220,6 +220,5 @@ def limited_to(seconds: float, reason: str, on_timeout: Callable[[str], Any] | N
 def end_as_hung(reason: str) -> None:
     """Print the reason and every thread's stack, and end this process, which ends the others of the run."""
     print(f"error: {reason}; every thread of this process:", file=sys.stderr, flush=True)
-    with suppress(Exception):  # if stderr is no file
-        faulthandler.dump_traceback(sys.__stderr__ or 2)
+    faulthandler.dump_traceback(2)
     os._exit(Exit.PEER_LOST)

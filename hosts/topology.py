@@ -1,9 +1,54 @@
-"""TPU slices, or machines with GPUs, as commands name them."""
+"""Describe machines that need not be here: the figures of hosts/machines.toml, and topologies as commands name them."""
 
+import tomllib
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from hosts.machines import machines
+from configs.schema import UserError
+from hosts.machines import GPU_FRACTION, MACHINES
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe one kind of device: a field for each figure of machines.toml, which says what it means."""
+
+    kind: str
+    """As topologies name it: `v5e`, `h200`."""
+    device_kind: list[str]
+    memory: int
+    flops: float
+    bandwidth: float
+    directions: int
+    source: str
+    gpu: bool = False
+    capability: float = 0.0
+    float32: float = 0.0
+    multiprocessors: int = 0
+    clock: float = 0.0
+    l2: int = 0
+    per_chip: int = 1
+    pod: int = 0
+
+    def peak(self, dtype: str) -> float:
+        """Return FLOP/s of matrix products in a compute type. A TPU multiplies float32 in six passes of bfloat16."""
+        return self.flops if dtype != "float32" else self.float32 or self.flops / 6
+
+    @property
+    def for_programs(self) -> int:
+        """Return the bytes that JAX has for programs, as a present device reports them (`bytes_limit`)."""
+        return int(self.memory * GPU_FRACTION) if self.gpu else self.memory
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """Return the machines of hosts/machines.toml, which users edit. Raise UserError if it cannot be read."""
+    try:
+        tables = tomllib.loads(MACHINES.read_text())
+        return {kind: Machine(kind, **table) for kind, table in tables.items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{MACHINES}: {error}") from error
 
 
 class Topology(NamedTuple):

@@ -1,17 +1,12 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard and Weights & Biases; and traces of its steps.
-
-Training never waits for Weights & Biases, whose failure does not stop it.
-"""
+"""The metrics of a run: metrics.jsonl, TensorBoard and Weights & Biases; and traces of its steps."""
 
 import json
-import queue
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,8 +32,7 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
-WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reached; further ones are dropped
-WANDB_SECONDS = 30  # seconds that the end of a run waits for unsent lines
+WANDB_SECONDS = 30  # that a start, and the end of a run, wait for Weights & Biases
 RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run's options
 
 
@@ -164,34 +158,21 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class Wandb:
-    """Sends lines of metrics.jsonl in a thread. An error is reported once, and ends the thread."""
+    """Sends the numbers of metrics.jsonl to Weights & Biases, whose own process uploads them. An error is reported
+    once, and the run continues without it."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.lines: queue.Queue[dict | None] = queue.Queue(WAITING)
-        self.thread = threading.Thread(target=self._send, daemon=True)
-        self.thread.start()
-
-    def show(self, line: dict) -> None:
-        """Queue the numbers of a line; texts stay in the run's folder."""
-        with suppress(queue.Full):
-            self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
-
-    def close(self) -> None:
-        """Send the waiting lines, for at most WANDB_SECONDS seconds."""
-        with suppress(queue.Full):
-            self.lines.put_nowait(None)
-        self.thread.join(WANDB_SECONDS)
-
-    def _send(self) -> None:
-        config = self.config
-        try:
+        self.run: Any = None
+        with self._reported_errors():
             import wandb  # pyright: ignore[reportMissingImports]
 
             entity, _, project = config.log.wandb.rpartition("/")
             # One run there for all starts of this one, on any machine.
             first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
-            run = wandb.init(
+            # Without finish_timeout, finish() waits for the network without end.
+            limits = dict.fromkeys(("login_timeout", "init_timeout", "finish_timeout"), WANDB_SECONDS)
+            settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
+            self.run = wandb.init(
                 project=project,
                 entity=entity or None,
                 name=config.name,
@@ -199,14 +180,29 @@ class Wandb:
                 resume="allow",
                 dir=local_path(config.run_dir),
                 config=options(config),
-                settings=wandb.Settings(console="off", silent=True, login_timeout=WANDB_SECONDS),
+                settings=settings,
             )
-            run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
-            while line := self.lines.get():
-                run.log(line)
-            run.finish()
-        except (Exception, SystemExit) as error:
+            self.run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
+
+    @contextmanager
+    def _reported_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.run = None
             print(f"--log.wandb: {first_line(error)}; the run continues without it", file=sys.stderr)
+
+    def show(self, line: dict) -> None:
+        """Send the numbers of a line; texts stay in the run's folder."""
+        with self._reported_errors():
+            if self.run:
+                self.run.log({name: value for name, value in line.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Send what is not sent yet, for at most WANDB_SECONDS seconds."""
+        with self._reported_errors():
+            if self.run:
+                self.run.finish()
 
 
 class Profile:

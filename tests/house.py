@@ -24,7 +24,7 @@ BOUNDS = {
     "options on the command line": 70,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")
-LARGE = {"Attention", "Build", "Config", "DataConfig", "GPT", "Machine", "MetricsLog", "ModelConfig", "OptimizerConfig"}
+LARGE = {"Attention", "Build", "Config", "DataConfig", "GPT", "MetricsLog", "ModelConfig", "OptimizerConfig"}
 LARGE |= {"Text"}
 """Classes of the core with more than eight attributes, or six arguments of a constructor that is written out. Their
 docstrings say why."""

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.files import with_retries
-from configs.messages import progress
+from configs.progress import progress
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text, read_source
 from data.dataset_folder import Dataset, open_dataset

@@ -18,8 +18,8 @@ from configs.files import cache_dir
 from configs.schema import Config, NotNegative, Share, UserError, with_options
 from configs.validation import validate
 from data.dataset import open_text
-from hosts.machines import GIB, HEADROOM, Machine, machines
-from hosts.topology import Topology, name_of
+from hosts.machines import GIB, HEADROOM
+from hosts.topology import Machine, Topology, machines, name_of
 from model.gpt import flops_per_token
 from tools.programs.topologies import devices_of, parse_topology
 

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from configs.files import write_whole
-from configs.messages import progress
+from configs.progress import progress
 from configs.schema import UserError
 from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus

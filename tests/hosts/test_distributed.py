@@ -10,7 +10,7 @@ import pytest
 from jax._src import distributed
 
 from configs.schema import UserError
-from hosts.distributed import detected_processes, exchange, given_processes, join, local_gpus, own_gpus
+from hosts.distributed import detected_processes, exchange, join, local_gpu, own_gpu, valid_processes
 from tests.hosts.processes import finish, start
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
@@ -20,17 +20,18 @@ MPIRUN = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:3491
 MPIRUN |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
-def test_the_user_s_variables_are_complete_or_refused():
-    assert given_processes(GIVEN) == ("10.0.0.1:1234", 2, 1) and given_processes({}) == (None, None, None)
-    wrong = [{"JAX_PROCESS_ID": "2"}, {"JAX_NUM_PROCESSES": "two"}, {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}]
-    wrong += [{"JAX_COORDINATOR_ADDRESS": a} for a in ("10.0.0.1:99999", "", ":1234", "http://10.0.0.1:1234")]
-    assert given_processes({"JAX_NUM_PROCESSES": "1"}) == (None, 1, 0)
-    for change in wrong:
-        with pytest.raises(UserError, match=next(iter(change.values())) or "JAX_COORDINATOR_ADDRESS"):
-            given_processes(GIVEN | change)
-
-
-ONE = (None, None, None)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"JAX_PROCESS_ID": "2"},
+        {"JAX_NUM_PROCESSES": "two"},
+        *({"JAX_COORDINATOR_ADDRESS": a} for a in ("10.0.0.1", "10.0.0.1:99999", "", ":1234", "http://10.0.0.1:1234")),
+    ],
+)
+def test_the_user_s_variables_are_complete_or_refused(wrong):
+    assert valid_processes(*GIVEN.values()) == ("10.0.0.1:1234", 2, 1) and valid_processes("", "1", "") is None
+    with pytest.raises(UserError, match=next(iter(wrong.values())) or "JAX_COORDINATOR_ADDRESS=.not set"):
+        valid_processes(*(GIVEN | wrong).values())
 
 
 @pytest.mark.parametrize(
@@ -38,11 +39,11 @@ ONE = (None, None, None)
     [
         (SRUN, ("n1:61445", 2, 1)),
         (MPIRUN, ("10.96.0.1:62624", 2, 1)),
-        ({"SLURM_JOB_ID": "5"}, ONE),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, ONE),  # a shell inside an allocation
+        ({"SLURM_JOB_ID": "5"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, None),  # a shell inside an allocation
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2, but .*=1 to run one"),  # Open MPI 5
         (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-n[1-4]"}, r"rack\[1-2\]-n.*train.sbatch"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ONE),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"OMPI_MCA_orte_hnp_uri": MPIRUN["OMPI_MCA_orte_hnp_uri"]}, "wrong .'OMPI_COMM_WORLD_SIZE'.*=1 to run one"),
         (SRUN | {"SLURM_NTASKS": "two"}, "wrong .*'two'.*=1 to run one"),
         (SRUN | {"JAX_COORDINATOR_PORT": "99999"}, "wrong .*JAX_COORDINATOR_ADDRESS=n1:99999.*=1 to run one"),
@@ -53,7 +54,7 @@ def test_jax_finds_the_processes_of_a_launcher_or_one_message_says_how_to_start(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    if isinstance(found, tuple):
+    if not isinstance(found, str):
         assert detected_processes() == found
     else:
         with pytest.raises(UserError, match=found):
@@ -78,14 +79,14 @@ def test_a_thread_that_still_saves_after_the_end_does_not_count_as_all_processes
 @pytest.mark.parametrize(
     ("environ", "gpus", "tasks", "own"),
     [
-        ({}, 0, 2, []),
-        ({}, 8, 1, [0, 1, 2, 3, 4, 5, 6, 7]),  # under SLURM, JAX alone would take one
-        ({}, 8, 8, [3]),
-        ({"CUDA_VISIBLE_DEVICES": "5"}, 8, 4, [0]),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, 4, [0]),
-        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 8, 1, [0, 1]),
-        ({"JAX_LOCAL_DEVICE_IDS": "1"}, 8, 4, []),
-        ({"JAX_PLATFORMS": "cpu"}, 1, 4, []),
+        ({}, 0, 2, None),
+        ({}, 8, 1, None),  # all; under SLURM, JAX alone would take one
+        ({}, 8, 8, 3),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 8, 4, None),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, 4, None),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 8, 1, None),
+        ({"JAX_LOCAL_DEVICE_IDS": "1"}, 8, 4, None),
+        ({"JAX_PLATFORMS": "cpu"}, 1, 4, None),
         ({}, 4, 8, "8 tasks of .* see 4 GPUs"),
         ({}, 8, 4, "4 tasks of .* see 8 GPUs"),
         ({}, 1, 4, "4 tasks of .* see 1 GPUs"),
@@ -93,11 +94,11 @@ def test_a_thread_that_still_saves_after_the_end_does_not_count_as_all_processes
     ],
 )
 def test_a_task_takes_all_gpus_that_it_sees_alone_or_one_or_is_refused(environ, gpus, tasks, own):
-    if isinstance(own, list):
-        assert local_gpus(environ, gpus, tasks, 3) == own
+    if not isinstance(own, str):
+        assert local_gpu(environ, gpus, tasks, 3) == own
     else:
         with pytest.raises(UserError, match=own):
-            local_gpus(environ, gpus, tasks, 3)
+            local_gpu(environ, gpus, tasks, 3)
 
 
 def test_tasks_of_one_machine_that_see_the_same_gpus_share_them(monkeypatch):
@@ -105,9 +106,9 @@ def test_tasks_of_one_machine_that_see_the_same_gpus_share_them(monkeypatch):
     others = [f"{node} 0,1", "elsewhere 0,1", f"{node} 2,3", f"{node} 0,1", "elsewhere 0,1"]
     monkeypatch.setattr("hosts.distributed.exchange", lambda what, value: others if value == others[3] else [value])
     monkeypatch.setattr(distributed.global_state, "process_id", 3)
-    monkeypatch.setattr("hosts.distributed.local_gpus", lambda environ, gpus, tasks, local: [gpus, tasks, local])
+    monkeypatch.setattr("hosts.distributed.local_gpu", lambda environ, gpus, tasks, local: [gpus, tasks, local])
     monkeypatch.setattr("hosts.distributed.on_every_process", lambda what, function: function())
-    assert own_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == [4, 2, 1]
+    assert own_gpu({"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == [4, 2, 1]
 
 
 PROCESS = """

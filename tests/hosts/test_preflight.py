@@ -87,7 +87,7 @@ def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monke
     text.tokenizer.sha256 = "t"
     monkeypatch.setattr(start_module, "open_run", lambda *_: status)
     monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)
-    full = pytest.raises(TrainingAborted, match=r"1\.0 kB are free at .* takes 0\.5 MB")
+    full = pytest.raises(TrainingAborted, match=r"1e-06 GB are free at .* takes 0\.000\d+ GB")
     with nullcontext() if finished == 10 else full:
         start_module.open_folder(build(config), text, False, None, Mock())
 

@@ -11,7 +11,7 @@ import pytest
 from configs import plain
 from configs.command_line import Exit, exit_code_of, parse
 from configs.schema import with_options
-from hosts.machines import machines
+from hosts.topology import machines
 from run.start import open_training
 from tests.helpers import tiny_config
 from tests.test_train import write_folder

@@ -10,8 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from configs.schema import UserError
-from hosts.machines import Machine, machines
-from hosts.topology import Topology
+from hosts.topology import Machine, Topology, machines
 from model import parallel
 
 CORES = {

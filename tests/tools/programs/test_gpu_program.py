@@ -14,7 +14,7 @@ from bench.accelerator import AUTOTUNING, TUNED
 from bench.throughput import Sizes, sized
 from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, with_options
-from hosts.machines import machines
+from hosts.topology import machines
 from model import parallel
 from tools.programs.compiled import Instruction, compile_step, names, numbers, read_program, type_bytes, visits
 from tools.programs.topologies import devices_of
