@@ -47,7 +47,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     disk, store or network that fails, and a lost peer, are 42. A process that ends alone does not wait for the
     others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)  # infinity is -1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     repair_streams()
     ignore_output_errors("stderr")
     error: BaseException | None = None

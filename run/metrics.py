@@ -188,7 +188,7 @@ class Wandb:
     def _reported_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.run = None
             print(f"--log.wandb: {first_line(error)}; the run continues without it", file=sys.stderr)
 
