@@ -17,7 +17,7 @@ CONFIG = f"--config={Path(__file__).parents[2]}/configs/small.py"
         ("train", [CONFIG], "--run_dir=s3://bucket/x"),
         ("train", [CONFIG], "--init_from=s3://bucket/x"),
         ("sample", [], "--run_dir=s3://bucket/x"),
-        ("evaluate", [], "--against=s3://bucket/x"),
+        ("evaluate", ["--run_dir=x"], "--against=s3://bucket/x"),
         ("export", ["--run_dir=x"], "--out=gs://bucket/x"),
         ("tools.report", ["x"], "--out=gs://bucket/x"),
         ("data.prepare.__main__", ["--source=x"], "--out=gs://bucket/x"),
