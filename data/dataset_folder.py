@@ -184,12 +184,12 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
             "each host (gcloud storage cp --recursive)"
         )
     if os.path.exists(folder / "dataset.json"):
-        return _prepared(folder, config)
+        return _with_tokenizer(_prepared(folder), config.tokenizer)
     if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
         raise UserError(f"{folder} has shards without a dataset.json; copy it there again, or prepare the text")
     if source.startswith("hf:"):
         raise _not_a_dataset(source)
-    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training), config)
+    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training))
 
 
 def _prepare_raw(*arguments: Any) -> Path:
@@ -219,7 +219,26 @@ def _not_a_dataset(source: str) -> UserError:
     )
 
 
-def _prepared(folder: Path, config: DataConfig) -> Dataset:
+def _with_tokenizer(dataset: Dataset, given: str) -> Dataset:
+    """Return the dataset. Raise UserError if its tokenizer is not `given`, the one of `--data.tokenizer`, if any."""
+    if not given:
+        return dataset
+    try:
+        tokenizer = load_tokenizer(given)
+    except UserError as error:  # also a tokenizer of another format, as tiktoken:gpt2
+        raise UserError(
+            f"--data.tokenizer={error}; the dataset {dataset.folder} has its own tokenizer: leave the option out, or "
+            f"give --data.tokenizer={dataset.folder}/tokenizer"
+        ) from error
+    if (tokenizer.with_chat_tokens if dataset.conversations else tokenizer).sha256 != dataset.tokenizer.sha256:
+        raise UserError(
+            f"{dataset.folder} has another tokenizer; leave --data.tokenizer out, or prepare the dataset again with "
+            f"--tokenizer={given}"
+        )
+    return dataset
+
+
+def _prepared(folder: Path) -> Dataset:
     """Return the dataset in the folder. Raise UserError if it is incomplete or damaged."""
     facts = read_record(folder)
     if not (facts["shards"] and facts["complete"]):
@@ -227,10 +246,6 @@ def _prepared(folder: Path, config: DataConfig) -> Dataset:
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
         raise UserError(f"{folder}/tokenizer is not the dataset's: its SHA-256 differs")
-    conversations = facts["made_from"].get("conversations", False)
-    given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
-    if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
-        raise UserError(f"{folder} has another tokenizer; prepare it again with --tokenizer={config.tokenizer}")
     listed = {part: [shard[part] for shard in facts["shards"] if part in shard] for part in ("train", "val")}
     if empty := [part for part in listed if not listed[part]]:
         raise UserError(f"{folder} has no text of `{empty[0]}`")
@@ -248,4 +263,6 @@ def _prepared(folder: Path, config: DataConfig) -> Dataset:
     below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
     held_out = below if facts["held_out_by"] == "text" else "files of their own"
     val_documents = sum(shard["documents"] for shard in listed["val"])
-    return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents, conversations)
+    return Dataset(
+        folder, shards, tokenizer, fingerprint, held_out, val_documents, facts["made_from"].get("conversations", False)
+    )

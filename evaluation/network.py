@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive, UserError
 from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer_formats import find_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network, tokenizer_in
@@ -97,7 +98,7 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Net
             raise UserError(f"--step={step} chooses a run's checkpoint; {folder} has one network")
         config = config_of(folder)
         require_same_network(config)
-        tokenizer = load_tokenizer(tokenizer_in(folder) or folder)
+        tokenizer = find_tokenizer(tokenizer_in(folder) or folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
     facts, config = record_of(given)
     validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))

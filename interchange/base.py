@@ -9,6 +9,7 @@ from configs.files import cache_dir, in_bucket, with_retries
 from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer_formats import find_tokenizer
 from interchange.formats import newest_checkpoint
 from interchange.init_from import is_run, network_config, tokenizer_in
 from run.checkpoint_files import finished_steps
@@ -35,7 +36,7 @@ def base_of_chat(config: Config) -> Base:
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
         raise UserError(f"{config.init_from} has no tokenizer: give its tokenizer as --data.tokenizer")
-    tokenizer = load_tokenizer(home)
+    tokenizer = find_tokenizer(home)
     if missing := tokenizer.missing_chat_tokens:
         raise UserError(
             f"the tokenizer of {config.init_from} lacks tokens of conversations ({', '.join(missing)}). Train another "

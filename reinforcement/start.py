@@ -8,7 +8,7 @@ from configs.schema import Config, UserError
 from configs.validation import require_steps
 from data.dataset import Text
 from data.loader import Mixture
-from data.tokenizer import load_tokenizer
+from data.tokenizer_formats import find_tokenizer
 from evaluation.network import require_chat_tokens
 from hosts.distributed import check_hosts_agree
 from interchange.init_from import require_same_network
@@ -45,7 +45,7 @@ def open_task(config: Config) -> tuple[Build, Text, Task]:
             f"--batch.tokens_per_step={config.batch.tokens_per_step} cannot work: a step's {answers_of_step(config)} "
             f"answers need {rows} rows, which is {rows * length}"
         )
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = find_tokenizer(config.data.tokenizer)
     require_chat_tokens(tokenizer)
     task = TASKS[options.task](options, config.seed, config.eval.bundle)
     longest = max(len(prompt_of(tokenizer, task.problem(number, False))) for number in range(TRIED))

@@ -11,7 +11,8 @@ from configs.schema import UserError
 from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_level
+from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
+from data.tokenizer_formats import SPLIT, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer
 LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training

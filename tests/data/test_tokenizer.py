@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, normalizers
 from configs.schema import UserError
 from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_letters, convert_tiktoken, load_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
+from data.tokenizer_formats import SPLIT, byte_letters, convert_tiktoken, find_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)
@@ -97,9 +98,9 @@ def test_three_digits_at_most_are_a_word_as_in_tiktoken():
 
 def test_a_tiktoken_encoding_comes_by_name_and_knows_its_bos_and_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.__getitem__)
-    assert load_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
+    assert find_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
     with pytest.raises(UserError, match=r"tiktoken:gpt9.*cl100k_base"):
-        load_tokenizer("tiktoken:gpt9")
+        find_tokenizer("tiktoken:gpt9")
     assert CONVERTED.bos == 319 and CONVERTED.vocab_size == 320
     assert CONVERTED.token_bytes.tolist() == [*(len(t) for t in sorted(RANKS, key=RANKS.get)), 0]
 

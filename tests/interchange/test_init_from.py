@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs.schema import CheckpointConfig, Config, MeshConfig, UserError, with_options
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
+from data.tokenizer_formats import SPLIT, convert_tiktoken
 from interchange.base import base_of_chat
 from interchange.folders import write_safetensors
 from interchange.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary

@@ -25,7 +25,8 @@ import chat
 from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import TextTokenizer, convert_tiktoken
+from data.tokenizer import TextTokenizer
+from data.tokenizer_formats import convert_tiktoken
 from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server, serve

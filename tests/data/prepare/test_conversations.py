@@ -19,7 +19,8 @@ from data.dataset_folder import hash_share
 from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import CHAT_TOKENS, convert_tiktoken, load_tokenizer
+from data.tokenizer import CHAT_TOKENS, load_tokenizer
+from data.tokenizer_formats import convert_tiktoken
 from evaluation.texts import read_documents
 from tests.data import nanochat_conversations
 from tests.data.preparations import facts_of, tokens_of
