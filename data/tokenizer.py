@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from configs.files import StorageLost, with_retries, write_whole
 from configs.schema import UserError
@@ -25,7 +24,6 @@ CHAT_TOKENS = (
 # Tokens that start a document in others' tokenizers (or, in GPT-2's data, end and so separate documents).
 BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 PROBE = {"a test": 'A  b\tc\n    Dé 1,234 "x" ﬁ ① 日本 🙂'}  # what case folding, NFKC and unknown tokens lose
-PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
 
 
 @dataclass(frozen=True)
@@ -59,26 +57,6 @@ class TextTokenizer:
                 f"special tokens ({', '.join(self.special_tokens) or 'it has none'}); add one to its tokenizer.json"
             )
         return ids[0]
-
-    @property
-    def json_with_bos(self) -> str:
-        """Return the tokenizer.json for other programs: it writes the BOS before a text, as training does.
-        `load_tokenizer` undoes it."""
-        if self.library.encode("").ids[:1] == [self.bos]:
-            return self.json
-        text = self.json if '"post_processor":' in self.json else self.json.replace("{", '{"post_processor": null, ', 1)
-        (head,) = re.findall(r'(?s)^.*?"post_processor":\s*', text)
-        end, ours = json.JSONDecoder().raw_decode(text, len(head))[1], self._template
-        own = text[len(head) : end]
-        return head + (ours if own == "null" else f"{PROCESSORS}{own}, {ours}]}}") + text[end:]
-
-    @property
-    def _template(self) -> str:
-        """Return a post-processor that writes the BOS, in tokenizer.json's format."""
-        bos = self.library.id_to_token(self.bos)
-        one, two = f"{bos} $A", f"{bos} $A $B:1"
-        template = processors.TemplateProcessing(single=one, pair=two, special_tokens=[(bos, self.bos)])
-        return json.dumps(json.loads(template.__getstate__()))
 
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
@@ -158,10 +136,6 @@ def load_tokenizer(place: str | Path) -> TextTokenizer:
         path = path / "tokenizer.json"
     try:
         tokenizer = TextTokenizer(with_retries(str(path), path.read_bytes).decode())
-        if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
-            before, both, after = tokenizer.json.partition(f", {tokenizer._template}]}}")
-            plain = before.replace(PROCESSORS, "", 1) + after if both else before.replace(tokenizer._template, "null")
-            tokenizer = TextTokenizer(plain)
         _ = tokenizer.library
     except StorageLost:
         raise

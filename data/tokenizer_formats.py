@@ -1,8 +1,9 @@
-"""Tokenizers of other formats, made a tokenizer.json: nanochat's tokenizer.pkl, and tiktoken's encodings.
+"""Tokenizers of other formats, made a tokenizer.json: nanochat's, tiktoken's, and those of exports.
 
 Preparation and the commands around a run take them by `find_tokenizer`. A run itself reads only a tokenizer.json.
 """
 
+import json
 import os
 import pickle
 import re
@@ -10,32 +11,50 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from configs.schema import UserError
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import BOS_NAMES, TextTokenizer, load_tokenizer
 
 # nanochat's split (GPT-4's, with numbers of at most two digits): merges do not cross it.
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 PICKLED = {"pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}  # in nanochat's tokenizer.pkl, with types
+PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
 
 
 def find_tokenizer(name: str | Path) -> TextTokenizer:
-    """Return the tokenizer in a tokenizer.json or in nanochat's tokenizer.pkl, in a folder with one, or tiktoken's
-    (`tiktoken:gpt2`). Raise UserError if there is none."""
+    """Return the tokenizer in a tokenizer.json, an export's too, or in nanochat's tokenizer.pkl, in a folder with one,
+    or tiktoken's (`tiktoken:gpt2`). Raise UserError if there is none."""
     if str(name).startswith("tiktoken:"):
         return _from_tiktoken(str(name).removeprefix("tiktoken:"))
     path = Path(os.path.expanduser(name))
     if (path / "tokenizer.pkl").exists() and not (path / "tokenizer.json").exists():
         path = path / "tokenizer.pkl"
     if path.suffix != ".pkl":
-        return load_tokenizer(name)
+        return _without_bos(load_tokenizer(name))
     try:
         return convert_tiktoken(*read_pickle(path))
     except Exception as error:  # a pickle may raise any
         raise UserError(f"{name}: no readable tokenizer in {path.name} ({error})") from error
+
+
+def bos_template(tokenizer: TextTokenizer) -> str:
+    """Return a post-processor that writes the BOS before a text, in tokenizer.json's format. export.py adds it."""
+    bos = tokenizer.library.id_to_token(tokenizer.bos)
+    one, two = f"{bos} $A", f"{bos} $A $B:1"
+    template = processors.TemplateProcessing(single=one, pair=two, special_tokens=[(bos, tokenizer.bos)])
+    return json.dumps(json.loads(template.__getstate__()))
+
+
+def _without_bos(tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return the tokenizer without the post-processor that export.py added, if it has that."""
+    if not (tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys()):
+        return tokenizer
+    template = bos_template(tokenizer)
+    before, both, after = tokenizer.json.partition(f", {template}]}}")
+    return TextTokenizer(before.replace(PROCESSORS, "", 1) + after if both else before.replace(template, "null"))
 
 
 def byte_level(model: models.BPE, *splits: str) -> Tokenizer:

@@ -51,9 +51,6 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
     facts = json.loads((tmp_path / "tokens.json").read_text())
     assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
-    (tmp_path / "exported.json").write_text(TOKENIZER.json_with_bos)  # for programs that write the BOS before a text
-    assert load_tokenizer(tmp_path / "exported.json").json == TOKENIZER.json
-    assert Tokenizer.from_str(TOKENIZER.json_with_bos).encode("a", "b").ids.count(TOKENIZER.bos) == 1
     TOKENIZER.require_same_in(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
