@@ -143,8 +143,6 @@ def open_text(
                 f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
                 f"again with --tokenizer={datasets[0].folder}/tokenizer"
             )
-    if lost := tokenizer.text_lost():  # of an earlier version's
-        print(f"the tokenizer of {names[0]} may lose text, and bits per byte be wrong: {lost}", file=sys.stderr)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"--model.vocab_size={vocab_size} is too small for the tokenizer of {config.source}, which has "

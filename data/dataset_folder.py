@@ -230,7 +230,7 @@ def _with_tokenizer(dataset: Dataset, given: str) -> Dataset:
             f"--data.tokenizer={error}; the dataset {dataset.folder} has its own tokenizer: leave the option out, or "
             f"give --data.tokenizer={dataset.folder}/tokenizer"
         ) from error
-    if (tokenizer.with_chat_tokens if dataset.conversations else tokenizer).sha256 != dataset.tokenizer.sha256:
+    if tokenizer.sha256 != dataset.tokenizer.sha256:
         raise UserError(
             f"{dataset.folder} has another tokenizer; leave --data.tokenizer out, or prepare the dataset again with "
             f"--tokenizer={given}"

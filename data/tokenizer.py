@@ -3,14 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from configs.files import StorageLost, with_retries, write_whole
 from configs.schema import UserError
@@ -23,7 +23,6 @@ CHAT_TOKENS = (
 )
 # Tokens that start a document in others' tokenizers (or, in GPT-2's data, end and so separate documents).
 BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
-PROBE = {"a test": 'A  b\tc\n    Dé 1,234 "x" ﬁ ① 日本 🙂'}  # what case folding, NFKC and unknown tokens lose
 
 
 @dataclass(frozen=True)
@@ -89,29 +88,10 @@ class TextTokenizer:
         """Return the text of the tokens."""
         return self.library.decode(list(ids))
 
-    def text_lost(self, texts: Mapping[str, str] = PROBE) -> str:
-        """Return the first difference between a text, apart from blanks at its ends, and what its tokens decode to;
-        "" if there is none. Bits per byte divide by the bytes of tokens, and are wrong if those are another text's.
-        `texts`: by their names."""
-        for (name, text), ids in zip(texts.items(), self.encode(list(texts.values()))):
-            decoded = self.decode(ids)
-            if decoded.strip() != text.strip():
-                at = next((i for i, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))
-                there = f"{decoded[at : at + 20]!r}, not {text[at : at + 20]!r}"
-                return f"the tokens of {name} decode from character {at:,} on to {there}"
-        return ""
-
     @property
     def missing_chat_tokens(self) -> list[str]:
         """Return those of `CHAT_TOKENS` that the tokenizer lacks."""
         return [token for token in CHAT_TOKENS if token not in self.special_tokens]
-
-    @property
-    def with_chat_tokens(self) -> "TextTokenizer":
-        """Return the tokenizer with all of `CHAT_TOKENS`. Missing ones get the ids from `vocab_size` on."""
-        library, missing = Tokenizer.from_str(self.json), self.missing_chat_tokens
-        library.add_special_tokens([AddedToken(token, special=True) for token in missing])
-        return TextTokenizer(library.to_str()) if missing else self
 
     def require_same_in(self, folder: Path) -> None:
         """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""

@@ -25,7 +25,7 @@ from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe, make_shards, write_record
-from data.prepare.selection import held_out_threshold, sampled_tokenizer
+from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_tokenizer, text_lost
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
@@ -175,7 +175,7 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
     documents = (document for file in files for document in tried.documents(file) if not document.problem)
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
-    if lost := tokenizer.text_lost(texts):
+    if lost := text_lost(tokenizer, texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
     tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
     own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
@@ -186,7 +186,7 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
             file=sys.stderr,
         )
     if corpus.conversations and tokenizer.missing_chat_tokens:
-        lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
+        lacking, tokenizer = tokenizer.vocab_size, add_chat_tokens(tokenizer)
         ids = f"ids {lacking:,} to {tokenizer.vocab_size - 1:,} are added"
         print(f"{name} lacks special tokens of conversations: {ids} to the dataset's copy", file=sys.stderr)
     return tokenizer

@@ -2,10 +2,10 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
 from data.dataset_folder import hash_share
@@ -68,6 +68,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = byte_level(models.BPE(), SPLIT).pre_tokenizer
     return TextTokenizer(tokenizer.to_str())
+
+
+def text_lost(tokenizer: TextTokenizer, texts: Mapping[str, str]) -> str:
+    """Return the first difference between a text, apart from blanks at its ends, and what its tokens decode to;
+    "" if there is none. Bits per byte divide by the bytes of tokens, and are wrong if those are another text's.
+    `texts`: by their names."""
+    for (name, text), ids in zip(texts.items(), tokenizer.encode(list(texts.values()))):
+        decoded = tokenizer.decode(ids)
+        if decoded.strip() != text.strip():
+            at = next((i for i, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))
+            there = f"{decoded[at : at + 20]!r}, not {text[at : at + 20]!r}"
+            return f"the tokens of {name} decode from character {at:,} on to {there}"
+    return ""
+
+
+def add_chat_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return the tokenizer with all of `CHAT_TOKENS`. Missing ones get the ids from `vocab_size` on."""
+    library = Tokenizer.from_str(tokenizer.json)
+    library.add_special_tokens([AddedToken(token, special=True) for token in tokenizer.missing_chat_tokens])
+    return TextTokenizer(library.to_str())
 
 
 def sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float) -> Iterator[str]:
