@@ -33,8 +33,8 @@ from configs.schema import UserError
 from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import Encoder
+from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
-from data.shards import token_type, write_shard
 from data.tokenizer import load_tokenizer
 
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates
