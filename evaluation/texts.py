@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Float
 
 from configs.schema import DataConfig, UserError
-from data.dataset_folder import hash_share, open_dataset
+from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
-from data.prepare.selection import text_lost
+from data.prepare.selection import hash_share, text_lost
 from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.scorer import Question

@@ -20,11 +20,11 @@ from msgspec import Meta
 from configs.files import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
-from data.dataset_folder import read_record
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
-from data.prepare.parts import Recipe, make_shards, write_record
+from data.prepare.parts import Recipe, make_shards
+from data.prepare.record import read_record, write_record
 from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_tokenizer, text_lost
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer

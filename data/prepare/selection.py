@@ -1,5 +1,6 @@
 """Decisions from a first look at the text: the held-out documents, and the tokenizer."""
 
+import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +9,6 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
-from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
@@ -16,6 +16,13 @@ from data.tokenizer_formats import SPLIT, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer
 LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
+
+
+def hash_share(text: str) -> float:
+    """Return a number in [0, 1) from a text. A document is held out if it is below the held-out fraction. So equal
+    texts share a side in every dataset."""
+    content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:

@@ -15,10 +15,10 @@ import data.prepare.parts
 from configs.schema import DataConfig, UserError
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
-from data.dataset_folder import hash_share
 from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
+from data.prepare.selection import hash_share
 from data.tokenizer import CHAT_TOKENS, load_tokenizer
 from data.tokenizer_formats import convert_tiktoken
 from evaluation.texts import read_documents

@@ -54,10 +54,12 @@ def test_every_reader_names_a_damaged_record(folder):
     path = folder / "made" / "dataset.json"
     whole = path.read_bytes()
     damaged = [b"", b"null", b"{}", b'{"shards": 3', b"[" * 99_999, b"\xff", whole[: len(whole) // 2]]
-    damaged += [whole.replace(b'"tokens": ', b'"tokens": "many", "x": '), whole.replace(b"held_out_by", b"held_out")]
+    damaged += [whole.replace(name, b"x" + name) for name in (b"held_out_by", b"sha256", b"documents")]
+    damaged += [whole.replace(b'"tokens": ', b'"tokens": "many", "x": ')]  # a run does not read it
     for content in damaged:
         path.write_bytes(content)
-        for use in (lambda: opened(folder), lambda: prepare(preparation(folder), folder / "made")):
+        uses = [lambda: prepare(preparation(folder), folder / "made"), lambda: opened(folder)]
+        for use in uses[: 1 if content == damaged[-1] else 2]:
             with pytest.raises(UserError, match=r"dataset\.json is damaged, .*; delete .*made, and prepare it again"):
                 use()
 
