@@ -81,7 +81,7 @@ def test_sources_and_shares(source, names, shares):
     assert join_source(split_source(source)) == source
 
 
-@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a"])
+@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", "1:a,1:a"])
 def test_an_invalid_source_is_refused_by_name(source):
     with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
         read_source(source)
