@@ -150,15 +150,11 @@ def _prepare_raw(*arguments: Any) -> Path:
     # -P: a user's own folder `data` is not imported.
     command = [sys.executable, "-P", "-m", "data.prepare.raw", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        try:
-            answer, _ = process.communicate(pickle.dumps(arguments))
-        except BaseException:  # this command is interrupted
-            process.terminate()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"the preparation of {arguments[0]} ended with code {process.returncode}")
-    result = pickle.loads(answer)
+    # If this command is interrupted, `run` ends the process.
+    ended = subprocess.run(command, input=pickle.dumps(arguments), stdout=subprocess.PIPE, env=environment)
+    if ended.returncode:
+        raise RuntimeError(f"the preparation of {arguments[0]} ended with code {ended.returncode}")
+    result = pickle.loads(ended.stdout)
     if isinstance(result, Exception):
         raise result
     return result
