@@ -30,23 +30,15 @@ class _Shard(TypedDict):
     until: NotRequired[tuple[int, int]]
 
 
-class _Tokenizer(TypedDict):
-    sha256: str
-
-
-class _MadeFrom(TypedDict):
-    conversations: NotRequired[bool]
-
-
 class _Begun(TypedDict):
-    made_from: _MadeFrom
+    made_from: dict
     files: int
     shards: list[_Shard]
     complete: bool
 
 
 class _WithTokenizer(_Begun):
-    tokenizer: _Tokenizer
+    tokenizer: dict
     val_threshold: float
     held_out_by: str
     """`text`: by the hash of the text, below the threshold; `file`: by file."""

@@ -130,15 +130,6 @@ def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect
     assert TextTokenizer(library.to_str()).encode(TEXTS) == TOKENIZER.encode(TEXTS)
 
 
-@pytest.mark.parametrize("content", [None, "{}", "no json"])
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=str(path)):
-        load_tokenizer(path)
-
-
 def test_an_unbroken_run_is_learned_from_in_parts():
     """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
     assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 4096
