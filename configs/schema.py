@@ -120,8 +120,8 @@ class DataConfig:
     text is prepared once in the cache: `stdlib` (this Python's standard library), `chat-stdlib` (conversations made of
     it), or a file, a folder or a glob of .txt, .md, .py, .jsonl and .parquet."""
     tokenizer: Free[str] = ""
-    """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own. Raw text trains a byte-level
-    BPE of `model.vocab_size` tokens."""
+    """A tokenizer.json, a folder with one, or `tiktoken:gpt2`, for raw text. Empty: train a byte-level BPE of
+    `model.vocab_size` tokens on it. A dataset folder has its own."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of raw text's documents to hold out, chosen by a hash of their texts."""
     packing: Packing = "stream"

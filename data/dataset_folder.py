@@ -1,4 +1,4 @@
-"""A dataset folder, which data.prepare wrote: its record dataset.json, opening and checking it."""
+"""A dataset folder, which data.prepare wrote: opening it, and its rows."""
 
 import hashlib
 import io
@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
-import msgspec
 import numpy as np
 from jaxtyping import Integer
 
@@ -27,74 +26,22 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
 
 
-class _Counts(TypedDict):
-    documents: int
-    tokens: int
-    bytes: int
-
-
-class _Part(_Counts):
-    file: str
-    sha256: str
-
-
-class _Shard(TypedDict):
-    """Some documents. `until` says where the source continues: (file, byte)."""
-
-    train: NotRequired[_Part]
-    val: NotRequired[_Part]
-    skipped: dict[str, int]
-    until: NotRequired[tuple[int, int]]
-
-
-class _Tokenizer(TypedDict):
-    sha256: str
-
-
-class _MadeFrom(TypedDict):
-    conversations: NotRequired[bool]
-
-
-class _Begun(TypedDict):
-    made_from: _MadeFrom
-    files: int
-    shards: list[_Shard]
-    complete: bool
-
-
-class _WithTokenizer(_Begun):
-    tokenizer: _Tokenizer
-    val_threshold: float
-    held_out_by: str
-    """`text`: by the hash of the text, below the threshold; `file`: by file."""
-
-
-class _Complete(_WithTokenizer):
-    train: _Counts
-    val: _Counts
-    skipped: dict[str, int]
-
-
-def read_record(folder: Path) -> dict:
-    """Return the folder's dataset.json. Raise UserError if it cannot be read, or is not from data.prepare."""
+def load_record(folder: Path) -> Any:
+    """Return the content of the folder's dataset.json. Raise UserError if it cannot be read."""
     path = folder / "dataset.json"
     try:
-        facts = json.loads(with_retries(str(path), path.read_bytes))
-        msgspec.convert(facts, _Begun)
-        msgspec.convert(facts, _Complete if facts["complete"] else _WithTokenizer if facts["shards"] else _Begun)
-        return facts
+        return json.loads(with_retries(str(path), path.read_bytes))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        why = "is damaged, or of an earlier version"
-        raise UserError(f"{path} {why}; delete the folder {folder}, and prepare it again") from error
+        raise damaged(folder) from error
 
 
-def hash_share(text: str) -> float:
-    """Return a number in [0, 1) from a text. A document is held out if it is below the held-out fraction. So equal
-    texts share a side in every dataset."""
-    content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+def damaged(folder: Path) -> UserError:
+    """Return the error about a dataset.json that is not what data.prepare writes."""
+    return UserError(
+        f"{folder}/dataset.json is damaged, or of an earlier version; delete the folder {folder}, and prepare it again"
+    )
 
 
 @dataclass(frozen=True)
@@ -164,10 +111,9 @@ class Dataset:
         if packing == "whole":
             packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
-        # A plan that is there comes first. Path.exists would raise for a folder that only another user may read.
-        for home in sorted(homes, key=os.path.exists, reverse=True):
-            with suppress(OSError):  # it cannot be written there, or is another user's, readable only by them
-                if not os.path.exists(home):
+        for home in homes:
+            with suppress(OSError):  # it cannot be written there, or only another user may read it
+                if not home.exists():
                     save_plan(join_plans(self._plans(part, config, length)), home)
                 return packed(load_plan(home))
         print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
@@ -184,12 +130,18 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
             "each host (gcloud storage cp --recursive)"
         )
     if os.path.exists(folder / "dataset.json"):
-        return _prepared(folder, config)
+        dataset = _prepared(folder)
+        if config.tokenizer:
+            _require_tokenizer(dataset, config.tokenizer)
+        return dataset
     if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
         raise UserError(f"{folder} has shards without a dataset.json; copy it there again, or prepare the text")
     if source.startswith("hf:"):
-        raise _not_a_dataset(source)
-    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training), config)
+        raise UserError(
+            f"--data.source={source} is neither a dataset nor text on this machine; prepare it, and train on the "
+            f"result: python -m data.prepare --source={source} --out=DIR"
+        )
+    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training))
 
 
 def _prepare_raw(*arguments: Any) -> Path:
@@ -198,54 +150,56 @@ def _prepare_raw(*arguments: Any) -> Path:
     # -P: a user's own folder `data` is not imported.
     command = [sys.executable, "-P", "-m", "data.prepare.raw", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        try:
-            answer, _ = process.communicate(pickle.dumps(arguments))
-        except BaseException:  # this command is interrupted
-            process.terminate()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"the preparation of {arguments[0]} ended with code {process.returncode}")
-    result = pickle.loads(answer)
+    # If this command is interrupted, `run` ends the process.
+    ended = subprocess.run(command, input=pickle.dumps(arguments), stdout=subprocess.PIPE, env=environment)
+    if ended.returncode:
+        raise RuntimeError(f"the preparation of {arguments[0]} ended with code {ended.returncode}")
+    result = pickle.loads(ended.stdout)
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def _not_a_dataset(source: str) -> UserError:
-    return UserError(
-        f"--data.source={source} is neither a dataset nor text on this machine; prepare it, and train on the "
-        f"result: python -m data.prepare --source={source} --out=DIR"
+def _require_tokenizer(dataset: Dataset, given: str) -> None:
+    """Raise UserError if `given`, of `--data.tokenizer`, is not the dataset's tokenizer.json."""
+    with suppress(UserError):  # it has another format, as tiktoken:gpt2
+        if load_tokenizer(given).sha256 == dataset.tokenizer.sha256:
+            return
+    raise UserError(
+        f"{dataset.folder} has its own tokenizer, and --data.tokenizer={given} is not its tokenizer.json: leave the "
+        f"option out, give {dataset.folder}/tokenizer, or prepare the dataset again with --tokenizer={given}"
     )
 
 
-def _prepared(folder: Path, config: DataConfig) -> Dataset:
+def _prepared(folder: Path) -> Dataset:
     """Return the dataset in the folder. Raise UserError if it is incomplete or damaged."""
-    facts = read_record(folder)
-    if not (facts["shards"] and facts["complete"]):
-        raise UserError(f"{folder} is not complete; continue its preparation")
+    facts = load_record(folder)
+    try:
+        if not (facts["shards"] and facts["complete"]):
+            raise UserError(f"{folder} is not complete; continue its preparation")
+        tokenizer_sha256 = facts["tokenizer"]["sha256"]
+        conversations = facts["made_from"].get("conversations", False)
+        below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
+        held_out = below if facts["held_out_by"] == "text" else "files of their own"
+        entries = {part: [shard[part] for shard in facts["shards"] if part in shard] for part in ("train", "val")}
+        recorded = {part: [(folder / one["file"], one["sha256"]) for one in entries[part]] for part in entries}
+        val_documents = sum(one["documents"] for one in entries["val"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(folder) from error
     tokenizer = load_tokenizer(folder / "tokenizer")
-    if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
+    if tokenizer.sha256 != tokenizer_sha256:
         raise UserError(f"{folder}/tokenizer is not the dataset's: its SHA-256 differs")
-    conversations = facts["made_from"].get("conversations", False)
-    given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
-    if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
-        raise UserError(f"{folder} has another tokenizer; prepare it again with --tokenizer={config.tokenizer}")
-    listed = {part: [shard[part] for shard in facts["shards"] if part in shard] for part in ("train", "val")}
-    if empty := [part for part in listed if not listed[part]]:
-        raise UserError(f"{folder} has no text of `{empty[0]}`")
     with ThreadPoolExecutor() as threads:
-        opened = lambda entry: Shard(folder / entry["file"])
-        shards = {part: list(threads.map(opened, listed[part])) for part in listed}
-    every = [shard for part in shards for shard in shards[part]]
-    for shard, entry in zip(every, listed["train"] + listed["val"]):
-        if shard.blocks.sha256 != entry["sha256"]:
-            raise UserError(
-                f"{shard.path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again"
-            )
-    identity = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard in every]
+        shards = {part: list(threads.map(_recorded_shard, recorded[part])) for part in recorded}
+    identity = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for part in shards for shard in shards[part]]
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
-    held_out = below if facts["held_out_by"] == "text" else "files of their own"
-    val_documents = sum(shard["documents"] for shard in listed["val"])
     return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents, conversations)
+
+
+def _recorded_shard(recorded: tuple[Path, str]) -> Shard:
+    """Return the shard of a path and a SHA-256. Raise UserError if the file has another."""
+    path, sha256 = recorded
+    shard = Shard(path)
+    if shard.blocks.sha256 != sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again")
+    return shard

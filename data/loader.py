@@ -158,35 +158,33 @@ def held_out_batches(
 ) -> tuple[list[Any], Int[np.ndarray, "datasets micro_batches"]]:
     """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent,
     under their dataset. Each dataset gives its share, in rows spread evenly over its rows, which fill micro-batches of
-    their own; if that took more than a quarter of padding, they share micro-batches, and the bytes are under one.
-    Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations. Padding rows
-    have weight 0, too. Raise UserError if no target counts.
+    their own. Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations.
+    Padding rows have weight 0, too. Raise UserError if no target counts.
     """
     micro_batches, width, length = shape
     zeros = np.zeros(length, np.int32)
     padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
     chosen: list[Row] = []
-    text_bytes: list[tuple[int, list[int]]] = []  # the first row of each dataset, and the bytes of its rows
-    counts = [min(len(part), max(round(tokens * of) // length, 1)) for part, of in zip(rows, weights)]
-    apart = sum(-(-count // width) * width for count in counts) <= 1.25 * -(-sum(counts) // width) * width
-    for part, count in zip(rows, counts):
+    datasets: list[int] = []  # of each micro-batch
+    for number, (part, share) in enumerate(zip(rows, weights)):
+        count = min(len(part), max(round(tokens * share) // length, 1))
         taken = [part[i * len(part) // count] for i in range(count)]
-        for row in taken if part.chat_tokens is None else ():
-            row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
-        sizes = [int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in taken]
-        text_bytes.append((len(chosen), sizes))
-        chosen += [*taken, *[padding] * (apart * -len(taken) % width)]
-    if not any(any(sizes) for _, sizes in text_bytes):
-        few = f"no text counts in the {sum(counts)} held-out rows of {length} tokens"
+        if part.chat_tokens is None:
+            for row in taken:
+                row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
+        chosen += [*taken, *[padding] * (-count % width)]
+        datasets += [number] * -(-count // width)
+    datasets += [0] * (-len(datasets) % micro_batches)
+    chosen += [padding] * (len(datasets) * width - len(chosen))
+    sizes = [int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in chosen]
+    if not any(sizes):
+        few = f"no text counts in the held-out rows of {length} tokens"
         raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
-    chosen += [padding] * (-len(chosen) % (micro_batches * width))
-    by_dataset = np.zeros((len(rows), len(chosen)), np.int64)
-    for of, (first, sizes) in zip(by_dataset, text_bytes):
-        of[first : first + len(sizes)] = sizes
+    of_micro_batch = np.array(sizes, np.int64).reshape(-1, width).sum(axis=1)
+    text_bytes = np.where(np.arange(len(rows))[:, None] == datasets, of_micro_batch, 0)
     mine, batches = local_rows(shape, sharding), []
     for first in range(0, len(chosen), micro_batches * width):
         indices = first + np.arange(micro_batches)[:, None] * width + mine
         batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
         batches.append(to_devices(batch, shape, sharding))
-    by_dataset = by_dataset.reshape(len(rows), -1, width).sum(axis=2)
-    return batches, by_dataset if apart else by_dataset.sum(axis=0, keepdims=True)
+    return batches, text_bytes

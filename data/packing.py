@@ -114,8 +114,8 @@ def plan_rows(
     length: int,
     drop: bool = False,
 ) -> Plan:
-    """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS. `packing` is one
-    of `FITS`. With `drop`, `whole` leaves out a document longer than a row."""
+    """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS. `packing`:
+    `best_fit`, or `whole`, which with `drop` leaves out a document longer than a row."""
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after their own BOS.
     if packing == "whole":
@@ -126,7 +126,7 @@ def plan_rows(
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts_at = np.where(number == 0, 0, length + (number - 1) * (length - 1))
     lengths = np.minimum(np.where(number == 0, length, length - 1), sizes[document] - starts_at)
-    rows = FITS[packing](lengths + (number > 0), length)
+    rows = _best_fit(lengths + (number > 0), length)
     order = np.lexsort((starts_at + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
     return Plan(bounds, (starts[document] + starts_at)[order], lengths[order].astype(np.int32))
@@ -167,10 +167,6 @@ def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndar
             room |= 1 << (space - width)
     rows[order[full:]] = chosen
     return rows
-
-
-FITS = {"best_fit": _best_fit, "whole": _best_fit}
-"""Functions that put pieces, given by their tokens, into rows of `length`. `stream` needs no plan."""
 
 
 PLAN_TYPES = {"rows": "<i8", "starts": "<i8", "lengths": "<i4"}

@@ -15,7 +15,6 @@ checked when it is read.
 """
 
 import hashlib
-import io
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from configs.files import is_transient, with_retries, write_whole
+from configs.files import is_transient, with_retries
 from configs.schema import UserError
 
 T = TypeVar("T")
@@ -36,58 +35,6 @@ HEADER_BYTES = 1024
 BLOCK_BYTES = 65_536  # not much more than the rows that are read of it, a few KB each
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
 OPEN = 256  # shards that are open at a time
-
-
-def token_type(vocab_size: int) -> np.dtype:
-    """Return the type of tokens for this vocabulary size."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-def write_shard(
-    path: Path,
-    tokens: Integer[np.ndarray, "tokens"],
-    lengths: Integer[np.ndarray, "documents"],
-    vocab_size: int,
-) -> str:
-    """Write a shard of documents of these `lengths`, its index, and its sidecar, each atomically. Return the SHA-256 of
-    the shard's file."""
-    index = io.BytesIO()
-    np.save(index, np.cumsum(lengths) - lengths)
-    # A view of the index crashes Python 3.12 if the write fails.
-    write_whole(path.with_suffix(".starts.npy"), index.getvalue())
-    kind = next(kind for kind, dtype in TOKEN_TYPES.items() if dtype == token_type(vocab_size))
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = *kind, len(tokens)
-    write_whole(path, header.tobytes(), tokens.astype(token_type(vocab_size)).data)
-    blocks = _read_complete(path, hashlib.sha256(index.getvalue()).digest())
-    write_whole(path.with_suffix(".blocks"), blocks.to_bytes())
-    return blocks.sha256
-
-
-class ShardType(NamedTuple):
-    """A shard's header."""
-
-    dtype: np.dtype
-    tokens: int
-
-    @property
-    def file_bytes(self) -> int:
-        return HEADER_BYTES + self.tokens * self.dtype.itemsize
-
-    def blocks_with(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of blocks with tokens `start` to `stop`: the first, and the one after the last."""
-        if stop <= start:
-            return 0, 0
-        first, last = (HEADER_BYTES + token * self.dtype.itemsize for token in (start, stop))
-        return first // BLOCK_BYTES, (last - 1) // BLOCK_BYTES + 1
-
-
-def shard_type(name: str, start: bytes) -> ShardType:
-    """Return the header of the shard `name` from its first 12 bytes. Raise UserError if it is not a shard."""
-    header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
-    if (dtype := TOKEN_TYPES.get(tuple(header[:2].tolist()))) is None:
-        raise UserError(f"{name} is not a token shard: its header starts with {header.tolist()}")
-    return ShardType(dtype, int(header[2]))
 
 
 class Blocks(NamedTuple):
@@ -102,55 +49,17 @@ class Blocks(NamedTuple):
     entries: Shaped[np.ndarray, "blocks"]
     """An array of type `ENTRY`."""
 
-    def type_of(self, name: str, size: int) -> ShardType:
-        """Return the type and count of the tokens in the shard `name`, a file of `size` bytes. Raise UserError if it
-        is incomplete."""
-        kind = shard_type(name, self.header)
-        if size != kind.file_bytes:
-            raise UserError(f"{name} is damaged: {size} bytes, but its {kind.tokens} tokens need {kind.file_bytes}")
-        return kind
-
-    def wrong(self, first: int, content: bytes | bytearray) -> int | None:
-        """Return the first block of `content`, the shard's bytes from block `first` on, that differs from its
-        record."""
-        for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
-            block = memoryview(content)[at : at + BLOCK_BYTES]
-            if hashlib.sha256(block).digest()[:16] != self.entries["sha256"][number].tobytes():
-                return number
-        return None
-
-    def to_bytes(self) -> bytes:
-        content = bytes.fromhex(self.sha256) + self.index_sha256 + self.header + self.entries.tobytes()
-        return hashlib.sha256(content).digest() + content
-
-    @staticmethod
-    def from_bytes(content: bytes) -> "Blocks":
-        """Parse a sidecar. Raise ValueError if it is damaged."""
-        digest, rest = content[:32], content[32:]
-        if hashlib.sha256(rest).digest() != digest:
-            raise ValueError("its SHA-256 differs")
-        return Blocks(rest[:32].hex(), rest[32:64], rest[64:76], np.frombuffer(rest[76:], ENTRY))
-
-
-def _read_complete(shard: Path, index_sha256: bytes) -> Blocks:
-    """Return the sidecar of a shard."""
-    file, header, entries, dtype = hashlib.sha256(), b"", [], np.dtype("<u2")
-    with shard.open("rb") as opened:
-        while block := opened.read(BLOCK_BYTES):
-            file.update(block)
-            if not entries:
-                header, dtype = block[:12], shard_type(str(shard), block[:12]).dtype
-            tokens = np.frombuffer(block, dtype, offset=0 if entries else HEADER_BYTES)
-            entries.append((hashlib.sha256(block).digest()[:16], tokens.max(initial=0)))
-    return Blocks(file.hexdigest(), index_sha256, header, np.array(entries, ENTRY))
-
 
 def read_blocks(path: Path) -> Blocks:
     """Return the sidecar of the shard at `path`. Raise UserError if it is missing or damaged, OSError if its disk
     fails."""
     sidecar = path.with_suffix(".blocks")
     try:
-        return Blocks.from_bytes(sidecar.read_bytes())
+        content = sidecar.read_bytes()
+        digest, rest = content[:32], content[32:]
+        if hashlib.sha256(rest).digest() != digest:
+            raise ValueError("its SHA-256 differs")
+        return Blocks(rest[:32].hex(), rest[32:64], rest[64:76], np.frombuffer(rest[76:], ENTRY))
     except (OSError, ValueError) as error:
         if is_transient(error):
             raise
@@ -165,23 +74,30 @@ class Shard:
         """Raise UserError if it is incomplete, or has no sound sidecar."""
         self.path = path
         self.blocks, size = _from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
-        self.kind = self.blocks.type_of(str(path), size)
+        magic, version, self.tokens = np.frombuffer(self.blocks.header, "<i4").tolist()
+        if (magic, version) not in TOKEN_TYPES:
+            raise UserError(f"{path} is not a token shard: its header starts with {magic}, {version}")
+        self.dtype = TOKEN_TYPES[magic, version]
+        needed = HEADER_BYTES + self.tokens * self.dtype.itemsize
+        if size != needed:
+            raise UserError(f"{path} is damaged: {size} bytes, but its {self.tokens} tokens need {needed}")
         self.checked = bytearray(len(self.blocks.entries))  # for one or two items, faster to search than a numpy array
 
     def __len__(self) -> int:
-        return self.kind.tokens
+        return self.tokens
 
     def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
-        start, stop, _ = span.indices(len(self))
-        first, last = self.kind.blocks_with(start, stop)
+        start, stop, _ = span.indices(self.tokens)
+        begin, end = (HEADER_BYTES + token * self.dtype.itemsize for token in (start, stop))
+        first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         while (block := self.checked.find(0, first, last)) >= 0:
-            if self.blocks.wrong(block, self._read(block * BLOCK_BYTES, BLOCK_BYTES)) is not None:
-                raise UserError(changed(str(self.path), block))
+            content = self._read(block * BLOCK_BYTES, BLOCK_BYTES)
+            if hashlib.sha256(content).digest()[:16] != self.blocks.entries["sha256"][block].tobytes():
+                raise self._changed(block)
             self.checked[block] = True
-        size = self.kind.dtype.itemsize
-        tokens = np.frombuffer(self._read(HEADER_BYTES + start * size, (stop - start) * size), self.kind.dtype)
+        tokens = np.frombuffer(self._read(begin, end - begin), self.dtype)
         if len(tokens) < stop - start:  # the file became shorter
-            raise UserError(changed(str(self.path), first))
+            raise self._changed(first)
         return tokens
 
     def _read(self, at: int, size: int) -> bytearray:
@@ -194,6 +110,14 @@ class Shard:
             return content
 
         return _from_disk(self.path, read)
+
+    def _changed(self, block: int) -> UserError:
+        """Return the error about a block that differs from its record."""
+        return UserError(
+            f"{self.path} is damaged, or changed after it was recorded: the SHA-256 of the bytes from "
+            f"{block * BLOCK_BYTES:,} on differs from {self.path.stem}.blocks; bring the shard back, or delete it and "
+            "prepare it again"
+        )
 
 
 @lru_cache(OPEN)
@@ -209,15 +133,6 @@ def _from_disk(path: Path, read: Callable[[], T]) -> T:
         return with_retries(str(path), read)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def changed(name: str, block: int) -> str:
-    """Return the message about a block that differs from its record."""
-    return (
-        f"{name} is damaged, or changed after it was recorded: the SHA-256 of the bytes from "
-        f"{block * BLOCK_BYTES:,} on differs from {Path(name).stem}.blocks; bring the shard back, or delete it and "
-        "prepare it again"
-    )
 
 
 class TokenStream:

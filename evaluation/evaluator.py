@@ -76,9 +76,7 @@ def evaluate(
         "val_bpb": math.fsum(losses) / math.log(2) / int(of_all.sum()),
         "val_bpb_stderr": error,
     }
-    return results | (
-        {"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) == len(text_bytes) > 1 else {}
-    )
+    return results | ({"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) > 1 else {})
 
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:

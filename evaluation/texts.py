@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Float
 
 from configs.schema import DataConfig, UserError
-from data.dataset_folder import hash_share, open_dataset
+from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
+from data.prepare.selection import hash_share, text_lost
 from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.scorer import Question
@@ -70,7 +71,7 @@ def bits_of(network: Network, given: str, documents: Sequence[Document]) -> Floa
     """Return the bits of each document. `given` names the network. Raise UserError if its tokenizer loses text: what
     it drops would cost no bits. Every process must call it."""
     tokenizer, scorer, texts = network.tokenizer, network.scorer(), [document.text for document in documents]
-    if lost := tokenizer.text_lost({document.name: document.text for document in documents}):
+    if lost := text_lost(tokenizer, {document.name: document.text for document in documents}):
         raise UserError(f"the tokenizer of {given} loses text, so bits per byte would be wrong: {lost}")
     check_hosts_agree("their text", hashlib.sha256(json.dumps(texts).encode()).hexdigest())
     questions = []

@@ -33,7 +33,8 @@ from configs.schema import (
     with_options,
 )
 from configs.validation import resolved, validate
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import TextTokenizer
+from data.tokenizer_formats import find_tokenizer
 from hosts.runtime import run_command, start_jax
 from interchange import formats
 from model.gpt import parameter_counts, parameter_shapes
@@ -69,7 +70,7 @@ def main() -> int:
     home = Path(arguments.tokenizer) if arguments.tokenizer else tokenizer_in(source)
     if home is None:
         raise UserError(f"{source} has no tokenizer: give its folder as --tokenizer")
-    tokenizer = load_tokenizer(home)
+    tokenizer = find_tokenizer(home)
     start_jax()
     step, config, params = read_network(source)
     write_run(out, config, step, tokenizer, params)

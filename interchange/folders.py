@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from configs.schema import Config, ModelConfig, UserError
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
+from data.tokenizer_formats import PROCESSORS, bos_template
 from interchange.formats import MODELING, Arrays, hf_config, hf_name, own_config, own_name, turned
 from run.init_from import function_options
 
@@ -80,7 +81,7 @@ def write_hf(
         },
     }
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
-    files |= {"tokenizer.json": tokenizer.json_with_bos} | (
+    files |= {"tokenizer.json": json_with_bos(tokenizer)} | (
         {MODELING.name: MODELING.read_text(encoding="utf-8")} if own else {}
     )
     if chat:
@@ -93,6 +94,20 @@ def write_hf(
         for arrays in shards
     )
     write_folder(out, written, files)
+
+
+def json_with_bos(tokenizer: TextTokenizer) -> str:
+    """Return the tokenizer.json for other programs: it writes the BOS before a text, as training does.
+    `find_tokenizer` undoes it."""
+    if tokenizer.library.encode("").ids[:1] == [tokenizer.bos]:
+        return tokenizer.json
+    text = tokenizer.json
+    if '"post_processor":' not in text:
+        text = text.replace("{", '{"post_processor": null, ', 1)
+    (head,) = re.findall(r'(?s)^.*?"post_processor":\s*', text)
+    end, ours = json.JSONDecoder().raw_decode(text, len(head))[1], bos_template(tokenizer)
+    own = text[len(head) : end]
+    return head + (ours if own == "null" else f"{PROCESSORS}{own}, {ours}]}}") + text[end:]
 
 
 def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:

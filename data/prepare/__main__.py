@@ -11,8 +11,8 @@ from pathlib import Path
 
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, NotNegative, Positive, UserError
-from data.dataset_folder import read_record
 from data.prepare.preparation import Preparation, prepare
+from data.prepare.record import read_record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ import tiktoken
 from jaxtyping import UInt32
 
 from data.conversation import render
-from data.tokenizer import TextTokenizer, byte_letters, convert_tiktoken
+from data.tokenizer import TextTokenizer
+from data.tokenizer_formats import byte_letters, convert_tiktoken
 
 TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
 

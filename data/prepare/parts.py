@@ -30,11 +30,12 @@ from jaxtyping import Bool, Int
 from configs.files import write_whole
 from configs.progress import progress
 from configs.schema import UserError
-from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import Encoder
+from data.prepare.record import write_record
+from data.prepare.selection import hash_share
+from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
-from data.shards import token_type, write_shard
 from data.tokenizer import load_tokenizer
 
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates
@@ -96,11 +97,6 @@ class Task:
                     problems[problem] += 1
                 if text:
                     yield text, span.file.held_out
-
-
-def write_record(folder: Path, facts: dict) -> None:
-    """Write a dataset's record atomically."""
-    write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
 
 
 def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:

@@ -20,14 +20,15 @@ from msgspec import Meta
 from configs.files import StorageLost, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
-from data.dataset_folder import read_record
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
-from data.prepare.parts import Recipe, make_shards, write_record
-from data.prepare.selection import held_out_threshold, sampled_tokenizer
+from data.prepare.parts import Recipe, make_shards
+from data.prepare.record import read_record, write_record
+from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_tokenizer, text_lost
 from data.prepare.source_files import SourceFile
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import TextTokenizer
+from data.tokenizer_formats import find_tokenizer
 
 FORMAT = 5  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
@@ -103,7 +104,7 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
         val_fraction=config.val_fraction,
         on_error="skip",  # and say how many
     )
-    tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
+    tokenizer = config.tokenizer and find_tokenizer(config.tokenizer).sha256
     made_from = repr((FORMAT, settings, find_corpus(source, on_error="skip").version, tokenizer))
     out = cache / "datasets" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
     if no_training and not tokenizer and not (out / "dataset.json").exists():
@@ -169,12 +170,12 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
 
 def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> TextTokenizer:
     """Return the tokenizer, with the tokens that conversations need. Raise UserError if it loses some of the text."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = find_tokenizer(name)
     _ = tokenizer.bos  # raises if there is none
     tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
     documents = (document for file in files for document in tried.documents(file) if not document.problem)
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
-    if lost := tokenizer.text_lost(texts):
+    if lost := text_lost(tokenizer, texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
     tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
     own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
@@ -185,7 +186,7 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
             file=sys.stderr,
         )
     if corpus.conversations and tokenizer.missing_chat_tokens:
-        lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
+        lacking, tokenizer = tokenizer.vocab_size, add_chat_tokens(tokenizer)
         ids = f"ids {lacking:,} to {tokenizer.vocab_size - 1:,} are added"
         print(f"{name} lacks special tokens of conversations: {ids} to the dataset's copy", file=sys.stderr)
     return tokenizer

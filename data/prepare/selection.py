@@ -1,20 +1,28 @@
 """Decisions from a first look at the text: the held-out documents, and the tokenizer."""
 
+import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
-from data.dataset_folder import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_level
+from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
+from data.tokenizer_formats import SPLIT, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer
 LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
+
+
+def hash_share(text: str) -> float:
+    """Return a number in [0, 1) from a text. A document is held out if it is below the held-out fraction. So equal
+    texts share a side in every dataset."""
+    content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
@@ -67,6 +75,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = byte_level(models.BPE(), SPLIT).pre_tokenizer
     return TextTokenizer(tokenizer.to_str())
+
+
+def text_lost(tokenizer: TextTokenizer, texts: Mapping[str, str]) -> str:
+    """Return the first difference between a text, apart from blanks at its ends, and what its tokens decode to;
+    "" if there is none. Bits per byte divide by the bytes of tokens, and are wrong if those are another text's.
+    `texts`: by their names."""
+    for (name, text), ids in zip(texts.items(), tokenizer.encode(list(texts.values()))):
+        decoded = tokenizer.decode(ids)
+        if decoded.strip() != text.strip():
+            at = next((i for i, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))
+            there = f"{decoded[at : at + 20]!r}, not {text[at : at + 20]!r}"
+            return f"the tokens of {name} decode from character {at:,} on to {there}"
+    return ""
+
+
+def add_chat_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return the tokenizer with all of `CHAT_TOKENS`. Missing ones get the ids from `vocab_size` on."""
+    library = Tokenizer.from_str(tokenizer.json)
+    library.add_special_tokens([AddedToken(token, special=True) for token in tokenizer.missing_chat_tokens])
+    return TextTokenizer(library.to_str())
 
 
 def sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float) -> Iterator[str]:

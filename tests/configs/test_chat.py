@@ -7,7 +7,7 @@ import pytest
 from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import SPLIT, convert_tiktoken
+from data.tokenizer_formats import SPLIT, convert_tiktoken
 from interchange.convert import TOKENS_PER_STEP, as_config, batch_of_rows
 from run.folder import write_record
 from tests.helpers import tiny_config

@@ -5,7 +5,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken
+from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
+from data.tokenizer_formats import SPLIT, convert_tiktoken
 
 RESULTS = Path(__file__).with_name("nanochat_conversations.json")
 MERGES = [b"th", b"the", b" t", b" the", b"er", b"an", b"and", b" a", b"\n\n", b"12", b"<|", b"|>", b"\xc3\xa9"]

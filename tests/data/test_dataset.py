@@ -81,7 +81,7 @@ def test_sources_and_shares(source, names, shares):
     assert join_source(split_source(source)) == source
 
 
-@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a"])
+@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", "1:a,1:a"])
 def test_an_invalid_source_is_refused_by_name(source):
     with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
         read_source(source)
@@ -114,7 +114,6 @@ def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_repo
     assert [text.weights for text in texts] == [[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]]
     prints = [text.fingerprint for text in texts]
     assert prints[0] == prints[2] != prints[1]
-    assert [len(text.train) for text in texts] == [2, 2, 2]
     assert "held out of one dataset and trained on in another" in (log := capfd.readouterr().err)
     assert "below 0.3" in log and "below 0.5" in log
     with pytest.raises(UserError, match=rf"another tokenizer.*--tokenizer={prepared}/made/tokenizer"):
@@ -174,8 +173,9 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
 
 
 def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
-    with pytest.raises(UserError, match=f"{made} has another.*; prepare it again with --tokenizer={tokenizer}$"):
-        opened(made, cache, tokenizer=str(tokenizer))
+    for other in (str(tokenizer), "tiktoken:gpt2"):  # a mixture's raw text may need one: the dataset's
+        with pytest.raises(UserError, match=f"{made} has its own.*={other} .*give {made}/tokenizer, .*={other}$"):
+            opened(made, cache, tokenizer=other)
     assert opened(made, cache, tokenizer=str(made / "tokenizer")).tokenizer.vocab_size == SIZE
     (made / "tokenizer" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
     with pytest.raises(UserError, match="is not the dataset's: its SHA-256"):

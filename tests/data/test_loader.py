@@ -200,5 +200,5 @@ def test_held_out_rows_in_which_nothing_counts_are_refused():
     ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
     tokens = np.array([0, ids["<|user_start|>"], 20, ids["<|user_end|>"]])
     question = PlannedRows(TokenStream([tokens]), plan_rows("whole", np.array([0]), 4, 16), 0, 16, ids)
-    with pytest.raises(UserError, match="no text counts in the 1 held-out rows of 16 tokens"):
+    with pytest.raises(UserError, match="no text counts in the held-out rows of 16 tokens"):
         held_out_batches([question], [1.0], 10**9, np.ones(40, int), (1, 8, 16), sharding())

@@ -12,7 +12,8 @@ import pytest
 import data.shards as module
 from configs.files import StorageLost
 from configs.schema import UserError
-from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, read_blocks, write_shard
+from data.prepare.shard_writer import write_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, read_blocks
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 

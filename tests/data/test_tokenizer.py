@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, models, normalizers
 
 from configs.schema import UserError
 from data.prepare.encoding import Encoder, tiktoken_of
-from data.prepare.selection import train_tokenizer
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, byte_letters, convert_tiktoken, load_tokenizer
+from data.prepare.selection import text_lost, train_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
+from data.tokenizer_formats import SPLIT, byte_letters, convert_tiktoken, find_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)
@@ -50,9 +51,6 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
     facts = json.loads((tmp_path / "tokens.json").read_text())
     assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
-    (tmp_path / "exported.json").write_text(TOKENIZER.json_with_bos)  # for programs that write the BOS before a text
-    assert load_tokenizer(tmp_path / "exported.json").json == TOKENIZER.json
-    assert Tokenizer.from_str(TOKENIZER.json_with_bos).encode("a", "b").ids.count(TOKENIZER.bos) == 1
     TOKENIZER.require_same_in(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
@@ -97,9 +95,9 @@ def test_three_digits_at_most_are_a_word_as_in_tiktoken():
 
 def test_a_tiktoken_encoding_comes_by_name_and_knows_its_bos_and_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.__getitem__)
-    assert load_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
+    assert find_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
     with pytest.raises(UserError, match=r"tiktoken:gpt9.*cl100k_base"):
-        load_tokenizer("tiktoken:gpt9")
+        find_tokenizer("tiktoken:gpt9")
     assert CONVERTED.bos == 319 and CONVERTED.vocab_size == 320
     assert CONVERTED.token_bytes.tolist() == [*(len(t) for t in sorted(RANKS, key=RANKS.get)), 0]
 
@@ -114,9 +112,8 @@ def foreign(vocab: dict[str, int], special: str) -> TextTokenizer:
 def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(changes):
     library = Tokenizer.from_str(TOKENIZER.json)
     library.normalizer = changes
-    tokenizer = TextTokenizer(library.to_str())
-    assert tokenizer.text_lost()
-    assert "b.txt decode from character" in tokenizer.text_lost({"a.txt": "", "b.txt": " Naïve  ﬁve"})
+    lost = text_lost(TextTokenizer(library.to_str()), {"a.txt": "", "b.txt": " Naïve  ﬁve"})
+    assert "b.txt decode from character" in lost
 
 
 def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect():
@@ -131,15 +128,6 @@ def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect
     library.enable_truncation(3)
     library.enable_padding(length=9)
     assert TextTokenizer(library.to_str()).encode(TEXTS) == TOKENIZER.encode(TEXTS)
-
-
-@pytest.mark.parametrize("content", [None, "{}", "no json"])
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=str(path)):
-        load_tokenizer(path)
 
 
 def test_an_unbroken_run_is_learned_from_in_parts():

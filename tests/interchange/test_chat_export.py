@@ -20,7 +20,7 @@ from configs.schema import BatchConfig, Config, DataConfig, EvalConfig, MeshConf
 from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
-from data.prepare.selection import train_tokenizer
+from data.prepare.selection import add_chat_tokens, train_tokenizer
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
@@ -35,7 +35,7 @@ from training.mesh import make_mesh
 LENGTH = 64
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)
-GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
+GROWN = add_chat_tokens(TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")))
 
 
 def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "whole", **features):

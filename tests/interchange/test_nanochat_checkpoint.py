@@ -20,7 +20,8 @@ from flax import nnx
 from configs.command_line import parse
 from configs.schema import MeshConfig, ModelConfig, UserError
 from configs.validation import resolved
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, load_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS
+from data.tokenizer_formats import SPLIT, find_tokenizer
 from interchange.convert import main, read_network, tokenizer_in
 from interchange.formats import nanochat_name, turned
 from model.gpt import parameter_shapes
@@ -157,7 +158,7 @@ def test_fine_tuning_follows_the_checkpoint_s_rates_and_step(tmp_path, monkeypat
 def test_its_tokens_are_tiktoken_s(tmp_path):
     home = tokenizer_in(write(tmp_path / "base_checkpoints/d4"))
     assert home == tmp_path / "tokenizer"
-    tokenizer, text = load_tokenizer(home), "the quick brown thing, in 1,234 quiet  quarters\n\n<|bos|> élan"
+    tokenizer, text = find_tokenizer(home), "the quick brown thing, in 1,234 quiet  quarters\n\n<|bos|> élan"
     assert tokenizer.encode([text])[0] == ENCODING.encode_ordinary(text) and not tokenizer.missing_chat_tokens
     assert tokenizer.bos == 291 and tokenizer.vocab_size == 300
 
@@ -195,7 +196,7 @@ def state(**changes) -> tiktoken.Encoding:
 def test_a_tokenizer_that_is_more_than_an_encoding_is_refused_and_nothing_is_called(tmp_path, pickled, message):
     (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(pickled(tmp_path / "harm")))
     with pytest.raises(UserError, match=f"no readable tokenizer in tokenizer.pkl .*{message}"):
-        load_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)
     assert not (tmp_path / "harm").exists()
 
 

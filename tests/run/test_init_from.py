@@ -9,7 +9,8 @@ import pytest
 
 from configs.schema import CheckpointConfig, Config, MeshConfig, UserError, with_options
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
+from data.tokenizer_formats import SPLIT, convert_tiktoken
 from model.gpt import parameter_shapes
 from run.base import base_of_chat
 from run.folder import write_record

@@ -24,8 +24,9 @@ from tokenizers import Tokenizer, decoders, models
 import chat
 from configs.schema import UserError
 from data.conversation import messages_of, render
-from data.prepare.selection import train_tokenizer
-from data.tokenizer import TextTokenizer, convert_tiktoken
+from data.prepare.selection import add_chat_tokens, train_tokenizer
+from data.tokenizer import TextTokenizer
+from data.tokenizer_formats import convert_tiktoken
 from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
@@ -203,7 +204,7 @@ def test_bytes_that_are_no_character_cost_no_text():
     library.decoder = decoders.ByteFallback()  # pyright: ignore[reportAttributeAccessIssue]
     ranks = {bytes([i]): i for i in range(256)} | {b"b\xc3": 256}
     for tokenizer in TextTokenizer(library.to_str()), convert_tiktoken(ranks, r"\w+", {}):
-        text, call = AnswerText(whole := tokenizer.with_chat_tokens), whole.special_tokens["<|python_start|>"]
+        text, call = AnswerText(whole := add_chat_tokens(tokenizer)), whole.special_tokens["<|python_start|>"]
         assert "".join(map(text.add, (65, 255, 256, call, 65, 256, None))) == "A\ufffdb`Ab"
 
 

@@ -12,7 +12,8 @@ from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
-from data.shards import Shard, write_shard
+from data.prepare.shard_writer import write_shard
+from data.shards import Shard
 from tests.run_folders import write_run
 from tools import dataset as command
 

@@ -15,11 +15,12 @@ import data.prepare.parts
 from configs.schema import DataConfig, UserError
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
-from data.dataset_folder import hash_share
 from data.prepare.chat_formats import unknown
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.preparation import Preparation, prepare
-from data.tokenizer import CHAT_TOKENS, convert_tiktoken, load_tokenizer
+from data.prepare.selection import hash_share
+from data.tokenizer import CHAT_TOKENS, load_tokenizer
+from data.tokenizer_formats import convert_tiktoken
 from evaluation.texts import read_documents
 from tests.data import nanochat_conversations
 from tests.data.preparations import facts_of, tokens_of
@@ -134,10 +135,8 @@ def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
     assert "lacks special tokens of conversations: ids 270 to 277 are added" in capsys.readouterr().err
     grown = load_tokenizer(tmp_path / "out" / "tokenizer")
     assert [grown.special_tokens[name] for name in CHAT_TOKENS] == [*range(270, 278)]
-    assert grown.vocab_size == 278 and not grown.token_bytes[270:].any() and grown.with_chat_tokens is grown
+    assert grown.vocab_size == 278 and not grown.token_bytes[270:].any()
     assert grown.encode(["some words<|assistant_end|>"]) == own.encode(["some words<|assistant_end|>"])
-    given = DataConfig(f"{tmp_path}/out", f"{tmp_path}/tokenizer", packing="whole")
-    assert open_text(given, 278, 64, 1, tmp_path / "cache").tokenizer.sha256 == grown.sha256
     prepare(replace(settings, tokenizer=f"{tmp_path}/out/tokenizer"), tmp_path / "again")
     assert "lacks" not in capsys.readouterr().err
     with pytest.raises(UserError, match="is conversations, not text; a run on them has"):

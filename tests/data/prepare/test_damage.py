@@ -54,7 +54,10 @@ def test_every_reader_names_a_damaged_record(folder):
     path = folder / "made" / "dataset.json"
     whole = path.read_bytes()
     damaged = [b"", b"null", b"{}", b'{"shards": 3', b"[" * 99_999, b"\xff", whole[: len(whole) // 2]]
-    damaged += [whole.replace(b'"tokens": ', b'"tokens": "many", "x": '), whole.replace(b"held_out_by", b"held_out")]
+    damaged += [
+        whole.replace(b'"documents": ', b'"documents": null, "x": '),
+        whole.replace(b"held_out_by", b"held_out"),
+    ]
     for content in damaged:
         path.write_bytes(content)
         for use in (lambda: opened(folder), lambda: prepare(preparation(folder), folder / "made")):
@@ -106,12 +109,14 @@ def test_a_preparation_says_that_it_waits_and_needs_no_locks(prepared, tmp_path,
 
 
 def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(prepared, tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
     words = Tokenizer(models.WordLevel({"a": 0}, "a"))
     words.save(str(tmp_path / "words.json"))
     words.add_special_tokens(["<s>"])
     words.save(str(tmp_path / "lossy.json"))
     refused = {
-        "none.json": "no readable tokenizer",
+        "none.json": f"{tmp_path}/none.json: no readable tokenizer",
+        "empty.json": f"{tmp_path}/empty.json: no readable tokenizer",
         "words.json": "no token that starts a document",
         "lossy.json": "loses text",
     }
