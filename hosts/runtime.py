@@ -29,7 +29,7 @@ from hosts.machines import GPU_FRACTION
 from training.mesh import axes_between, device_groups, sizes_of
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "reinforcement", "run", "training")
+ROOMS = ("configs", "data", "evaluation", "hosts", "model", "reinforcement", "run", "training")
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
