@@ -1,20 +1,13 @@
-"""Show messages, and start the user's command at events of a run (--log.on_event).
-
-Modules log messages, which appear above the progress bar."""
+"""Show messages, which modules log, above the progress bar."""
 
 import io
 import logging
 import os
-import subprocess
 import sys
-import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-
-from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
 
@@ -63,32 +56,3 @@ def show_messages(first: bool = True) -> None:
     LOGGER.handlers = [TqdmHandler() if first else logging.NullHandler()]
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # some library gives the root logger a handler, too
-
-
-def start_hook(config: Config, event: str, message: str, step: int | None, log: Path, wait: float) -> None:
-    """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and TOKENSUM_RUN_DIR in its
-    environment, and append its output to `log`. Wait for it, `wait` seconds at most. A failure is printed and changes
-    nothing."""
-    if not config.log.on_event:
-        return
-    run_dir = config.run_dir if "://" in config.run_dir else os.path.abspath(config.run_dir)
-    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
-    facts |= {"RUN": config.name, "RUN_DIR": run_dir}
-    environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
-    try:
-        with log.open("ab") as file:
-            started = subprocess.Popen(
-                config.log.on_event,
-                shell=True,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # a Ctrl-C that ends the run must not reach it
-            )
-    except (OSError, ValueError) as error:
-        print(f"--log.on_event was not started: {error}", file=sys.stderr)
-        return
-    threading.Thread(target=started.wait, daemon=True).start()  # otherwise it would stay as a zombie
-    with suppress(subprocess.TimeoutExpired):
-        started.wait(wait)

@@ -57,7 +57,7 @@ class Arguments:
     source: FilePath
     """Folder of the network."""
     out: FilePath
-    """The run's folder, a new one. It takes three times the bytes of the float32 parameters."""
+    """The run's folder, a new one."""
     tokenizer: FilePath = ""
     """Folder of the network's tokenizer, if the source has none."""
 

@@ -6,7 +6,9 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +20,7 @@ import jax
 
 from configs.command_line import Exit
 from configs.files import first_line, write_picture, write_whole
-from configs.messages import LOGGER, start_hook
+from configs.messages import LOGGER
 from configs.schema import Config, UserError
 from hosts.runtime import TrainingAborted, own_code
 from hosts.stop import Stop
@@ -56,11 +58,32 @@ def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
 
 
 def tell(config: Config, event: Literal["spike", "failure", "end"], message: str, step: int | None = None) -> None:
-    """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
-    waits for it, for some seconds. A failure is reported and changes nothing."""
-    if jax.process_index() == 0:
-        wait = COMMAND_SECONDS if event in ("failure", "end") else 0
-        start_hook(config, event, message, step, log=local_path(config.run_dir) / "on_event.log", wait=wait)
+    """Start the command on the first process, with the event in its environment (`log.on_event`). Its output goes to
+    the run's on_event.log. Only the end of a process waits for it, for some seconds. A failure is printed and changes
+    nothing."""
+    if jax.process_index() > 0 or not config.log.on_event:
+        return
+    run_dir = config.run_dir if "://" in config.run_dir else os.path.abspath(config.run_dir)
+    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
+    facts |= {"RUN": config.name, "RUN_DIR": run_dir}
+    environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
+    try:
+        with (local_path(config.run_dir) / "on_event.log").open("ab") as output:
+            started = subprocess.Popen(
+                config.log.on_event,
+                shell=True,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C that ends the run must not reach it
+            )
+    except (OSError, ValueError) as error:
+        print(f"--log.on_event was not started: {error}", file=sys.stderr)
+        return
+    threading.Thread(target=started.wait, daemon=True).start()  # otherwise it would stay as a zombie
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(COMMAND_SECONDS if event != "spike" else 0)
 
 
 @contextmanager
