@@ -66,8 +66,8 @@ class Arguments:
 
 def mean_loss(graphdef: Any, params: dict, rows: dict) -> Float[Array, ""]:
     """Return the nats a valid token over all rows [B, T], as every other trainer computes it."""
-    objective, (_, tokens) = loss_sums(nnx.merge(graphdef, params), **rows)
-    return objective / tokens
+    loss, tokens = loss_sums(nnx.merge(graphdef, params), **rows)
+    return loss / tokens
 
 
 def plain_update(graphdef: Any, transform: Any) -> Callable[[Any, Any, dict], tuple]:

@@ -35,7 +35,7 @@ def derive(config: Config, given: set[str]) -> Config:
     length = config.batch.sequence_length
     tokens = options.tokens or {"sums": 14 + 14 * options.difficulty, "gsm8k": 768}[options.task]
     tokens = min(tokens, length)
-    values: dict[str, object] = {"reinforce.tokens": tokens, "model.z_loss": 0.0}  # it would push by the advantages
+    values: dict[str, object] = {"reinforce.tokens": tokens}
     if "batch.tokens_per_step" not in given:
         rows = options.prompts * options.samples / max(length // tokens, 1)
         values["batch.tokens_per_step"] = ceil(rows / ROWS) * ROWS * length

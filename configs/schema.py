@@ -68,9 +68,6 @@ class ModelConfig:
     softcap: InFile[Positive[float]] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
     87.3 - log(vocab_size): the loss divides by the sum of exp(logit), and float32 ends at exp(88.7) and exp(-87.3)."""
-    z_loss: InFile[OfTraining[NotNegative[float]]] = 0.0
-    """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
-    `loss` and the validation loss exclude it; `z_loss` is the added term."""
     dropout: OfTraining[Annotated[float, Meta(ge=0, lt=1)]] = 0.0
     """Share of the outputs of attention and MLP that a training step sets to zero before they join the residual stream;
     the others are scaled up (arXiv:1207.0580). For text that a run repeats (docs/data.md)."""

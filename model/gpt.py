@@ -240,7 +240,7 @@ class Parameter(NamedTuple):
 
 def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     """Return all of a network's parameters, in the order of its tree."""
-    plain = replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0, dropout=0.0)  # changes none
+    plain = replace(config, remat="none", loss_chunks=1, dtype="auto", dropout=0.0)  # changes none
     return _parameters(plain)
 
 

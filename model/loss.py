@@ -59,22 +59,18 @@ def cross_entropy(
     log_sum: Float[Array, "tokens"],
     target_logit: Float[Array, "tokens"],
     weights: Float[Array, "tokens"],
-    z_loss: float,
-) -> Float[Array, "2"]:
-    """Return the objective, the sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss *
-    log_sum_exp^2)`, and its first term, the loss. Both are in nats and float32."""
-    loss = jnp.sum(weights * (log_sum - target_logit))
-    return jnp.stack([loss + z_loss * jnp.sum(weights * log_sum**2), loss])
+) -> Float[Array, ""]:
+    """Return the sum over tokens of `weights * -log softmax(softcap(logits))[targets]`, in nats and float32."""
+    return jnp.sum(weights * (log_sum - target_logit))
 
 
 def cross_entropy_and_gradient(
     logits: Float[Array, "tokens vocab"],
     targets: Int[Array, "tokens"],
     weights: Float[Array, "tokens"],
-    config: ModelConfig,
-) -> tuple[Float[Array, "2"], Float[Array, "tokens vocab"]]:
-    """Return `cross_entropy`, and the objective's gradient with respect to the logits, in their type."""
-    cap = config.softcap
+    cap: float,
+) -> tuple[Float[Array, ""], Float[Array, "tokens vocab"]]:
+    """Return `cross_entropy`, and its gradient with respect to the logits, in their type."""
     log_sum, target_logit = log_sum_and_target(logits, targets, cap)
 
     def slope_of(logits: Array) -> Array:
@@ -88,12 +84,11 @@ def cross_entropy_and_gradient(
         slope = slope_of(jax.lax.optimization_barrier(logits))
     else:
         slope = jax.lax.optimization_barrier(slope_of(logits).astype(logits.dtype))
-    factor = weights * (1 + 2 * config.z_loss * log_sum)
     probability = jnp.exp(target_logit - log_sum)
-    at_target = (factor * probability - weights) * (1 - jnp.square(target_logit / cap))
-    others = (factor * jnp.exp(-log_sum))[:, None] * slope
+    at_target = (weights * probability - weights) * (1 - jnp.square(target_logit / cap))
+    others = (weights * jnp.exp(-log_sum))[:, None] * slope
     dlogits = jnp.where(is_target(logits, targets), at_target[:, None], others)
-    return cross_entropy(log_sum, target_logit, weights, config.z_loss), dlogits.astype(logits.dtype)
+    return cross_entropy(log_sum, target_logit, weights), dlogits.astype(logits.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -104,16 +99,16 @@ def head_loss(
     weights: Float[Array, "tokens"],
     axes: Axes,
     config: ModelConfig,
-) -> Float[Array, "2"]:
-    """Return `cross_entropy` of the logits `x @ kernel`; `kernel` is gathered from the head's shares over `fsdp`. Only
-    the objective, the first sum, has a gradient. As in model/layers.py, this is the plain expression."""
+) -> Float[Array, ""]:
+    """Return `cross_entropy` of the logits `x @ kernel`; `kernel` is gathered from the head's shares over `fsdp`. As in
+    model/layers.py, this is the plain expression."""
     kernel = all_gather_fsdp(share.astype(x.dtype), axes)
 
     def chunk(rows: tuple[Array, Array, Array]) -> Array:
         x, targets, weights = rows
-        return cross_entropy(*log_sum_and_target(x @ kernel, targets, config.softcap), weights, config.z_loss)
+        return cross_entropy(*log_sum_and_target(x @ kernel, targets, config.softcap), weights)
 
-    return jnp.sum(jax.lax.map(chunk, _chunks((x, targets, weights), config)), axis=0)
+    return jnp.sum(jax.lax.map(chunk, _chunks((x, targets, weights), config)))
 
 
 def _chunks(arrays: tuple[Array, ...], config: ModelConfig) -> Any:
@@ -128,19 +123,19 @@ def _forward(
 
     def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = rows
-        sums, dlogits = cross_entropy_and_gradient(x @ kernel, targets, weights, config)
+        loss, dlogits = cross_entropy_and_gradient(x @ kernel, targets, weights, config.softcap)
         of_chunk = jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dx, of_chunk = order_gradients(dlogits @ kernel.T, of_chunk)
-        return dkernel + of_chunk, (sums, dx)
+        return dkernel + of_chunk, (loss, dx)
 
     chunks = _chunks((x, targets, weights), config)
-    dkernel, (sums, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
-    return jnp.sum(sums, axis=0), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
+    dkernel, (losses, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
+    return jnp.sum(losses), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
 
 
-def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dsums: Array) -> tuple:
+def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dloss: Array) -> tuple:
     dx, dshare = gradients
-    return (dsums[0] * dx).astype(dx.dtype), dsums[0] * dshare, None, None
+    return (dloss * dx).astype(dx.dtype), dloss * dshare, None, None
 
 
 head_loss.defvjp(_forward, _backward)
@@ -153,11 +148,11 @@ def loss_sums(
     weights: Float[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
     dropout_keys: Key[Array, "batch"] | None = None,
-) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """Return `objective, (loss_sum, token_count)` of one micro-batch: the loss plus z-loss, which training
-    differentiates; the loss, in nats; and the number of targets with a weight other than 0."""
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Return `(loss_sum, token_count)` of one micro-batch: the loss in nats, and the number of targets with a weight
+    other than 0."""
     x, _ = model.activations(inputs, segment_ids=segment_ids, dropout_keys=dropout_keys)
     head = model.lm_head
     x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
-    objective, loss = jnp.unstack(head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config))
-    return objective, (loss, jnp.sum(weights != 0, dtype=jnp.int32))
+    loss = head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config)
+    return loss, jnp.sum(weights != 0, dtype=jnp.int32)

@@ -57,14 +57,13 @@ class Squares(NamedTuple):
 class StepSums(NamedTuple):
     """Sums over all valid tokens of a step."""
 
-    objective: Float[Array, ""]
-    """The loss plus the z-loss, which is differentiated."""
     loss: Float[Array, ""]
     """In nats."""
     tokens: Int[Array, ""]
     gradients: dict
-    """The objective's gradient in float32, divided over the mesh as the parameters are."""
+    """The loss's gradient in float32, divided over the mesh as the parameters are."""
     squares: Squares | None
+    """None unless the step is measured."""
 
 
 class Update(NamedTuple):
@@ -100,19 +99,22 @@ def gradient_sums(
     compute_params = all_gather_data(params, layouts, dtype)
 
     def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Squares | None]:
-        # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
+        # A gradient has its parameter's type, so the network takes float32; each product casts back (model/layers.py).
+        # The compiler drops the round trip.
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
-        loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
-        losses, gradients = jax.value_and_grad(loss, has_aux=True)(wide)
-        total = jax.tree.map(jnp.add, sums, (losses, gradients))
-        return total, squares_of(losses[1][1], gradients, sums[1], total[1]) if measured else None
+        loss_of = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
+        (loss, tokens), gradients = jax.value_and_grad(loss_of, has_aux=True)(wide)
+        total = jax.tree.map(jnp.add, sums, (loss, tokens, gradients))
+        return total, squares_of(tokens, gradients, sums[2], total[2]) if measured else None
 
-    no_losses = mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
+    # The losses vary over these axes of the mesh; the gradients do as their parameters, which are marked already.
+    no_loss, no_tokens = mark_varying((jnp.float32(0), jnp.int32(0)), BATCH_AXES)
     no_gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
-    (losses, gradients), squares = jax.lax.scan(micro_batch, (no_losses, no_gradients), batch)
+    (loss, tokens, gradients), squares = jax.lax.scan(micro_batch, (no_loss, no_tokens, no_gradients), batch)
     gradients = reduce_scatter_data(gradients, layouts)
-    objective, (loss, tokens) = psum(losses, BATCH_AXES)
-    return StepSums(objective, loss, tokens, gradients, jax.tree.map(lambda kept: kept[None, None, None], squares))
+    loss, tokens = psum((loss, tokens), BATCH_AXES)
+    # One cell of the squares' [data, fsdp, tensor].
+    return StepSums(loss, tokens, gradients, jax.tree.map(lambda kept: kept[None, None, None], squares))
 
 
 def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dict) -> Squares:
@@ -175,17 +177,17 @@ def make_train_step(
     """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is sharded as `abstract_state`, and
     donated.
 
-    Metrics are scalars: `loss` (nats a valid token), `z_loss` (its addition, if it is on), `grad_norm` (before the
-    clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far:
-    no valid token, or a gradient that is not finite). With `measure`, they include its `diagnostics`. `seed`:
-    dropout's. `deterministic`: the same bits in every execution, on GPUs too.
+    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate` (of
+    each group), `valid_tokens`, and `skipped_steps` (steps skipped so far: no valid token, or a gradient that is not
+    finite). With `measure`, they include its `diagnostics`. `seed`: dropout's. `deterministic`: the same bits in each
+    execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     layouts, groups = parameter_layouts(config, mesh), jax.tree.leaves(parameter_groups(config))
     specs, replicated = jax.tree.map(spec_of, layouts), PartitionSpec()
     stacked = PartitionSpec(DATA_AXES, "fsdp", "tensor")
     on_device = partial(gradient_sums, graphdef=graphdef, layouts=layouts, dtype=dtype, measured=measure is not None)
-    out_specs = StepSums(replicated, replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
+    out_specs = StepSums(replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
     sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
     # Shardings are given, since the compiler could choose others, which the next step would not accept.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
@@ -205,8 +207,6 @@ def make_train_step(
             "learning_rate": {group: rate(state.step) for group, rate in rates.items()},
             "skipped_steps": update.state.skipped_steps,
         }
-        if config.z_loss:
-            metrics["z_loss"] = (sums.objective - sums.loss) / jnp.maximum(sums.tokens, 1)
         if measure:
             metrics["diagnostics"] = measure(state, sums, update)
         return update.state, metrics
@@ -237,11 +237,10 @@ def on_mesh(
 
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
-    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T],
-    without z-loss."""
+    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T]."""
 
     def sums(model: GPT, batch: Batch) -> tuple[Array, Array]:
-        _, (_, losses) = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
+        _, losses = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
     evaluated = on_mesh(sums, config, dtype, mesh, [ROWS], PartitionSpec())

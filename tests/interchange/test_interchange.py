@@ -74,15 +74,15 @@ def test_all_wrong_arrays_are_named_and_other_networks_refused(tmp_path):
 
 
 def test_plain_safetensors_are_read_back_with_all_options(tmp_path):
-    config, params = network(depth=3, window_pattern="SL", short_window=5, smear=True, z_loss=1e-4)
+    config, params = network(depth=3, window_pattern="SL", short_window=5, smear=True, dropout=0.1)
     write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
-    assert require_params(tmp_path / "out", params).model == replace(config.model, z_loss=0.0, dtype="auto")
+    assert require_params(tmp_path / "out", params).model == replace(config.model, dropout=0.0, dtype="auto")
 
 
 def test_every_shipped_config_s_network_can_be_exported():
     for name in shipped():
         assert set(beyond_hf(load_config(f"configs/{name}.py")[0].model)) <= REMOTE, name
-    assert beyond_hf(replace(TINY, z_loss=1e-4, dropout=0.1, dtype="bfloat16")) == []  # of training only
+    assert beyond_hf(replace(TINY, dropout=0.1, dtype="bfloat16")) == []  # of training only
 
 
 def test_an_option_that_the_modeling_file_lacks_is_refused(tmp_path, monkeypatch):

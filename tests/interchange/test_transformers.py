@@ -132,8 +132,8 @@ def test_logits_and_gradients_of_the_mean_loss_are_equal(pair):
     graphdef = nnx.graphdef(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
 
     def mean(params):
-        objective, (_, count) = loss_sums(nnx.merge(graphdef, params), inputs, targets, jnp.ones(inputs.shape))
-        return objective / count
+        total, count = loss_sums(nnx.merge(graphdef, params), inputs, targets, jnp.ones(inputs.shape))
+        return total / count
 
     loss, gradients = jax.value_and_grad(mean)(params)
     theirs, tokens = loaded(folder), torch.tensor(TOKENS, dtype=torch.long)

@@ -73,7 +73,7 @@ def unit_gradients(units: int) -> list[tuple[int, list[np.ndarray]]]:
     program, params, gradients = jax.jit(jax.value_and_grad(loss, has_aux=True)), start().params, []
     for part in range(units):
         rows = {name: array.reshape(units, -1, 16)[part] for name, array in rows_of_random_lengths().items()}
-        (_, (_, tokens)), gradient = program(params, rows)
+        (_, tokens), gradient = program(params, rows)
         gradients.append((int(tokens), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient)]))
     return gradients
 

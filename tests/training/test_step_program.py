@@ -31,8 +31,8 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
 
 
 @pytest.mark.medium
-def test_chunks_recomputation_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
-    config = tiny_config(rows_per_device=4, z_loss=0.01)
+def test_chunks_and_recomputation_on_a_mesh_equal_one_device_and_the_whole():
+    config = tiny_config(rows_per_device=4)
     rows = [random_rows(config, step) for step in range(2)]
     params, metrics = run_steps(config, rows)
     options = {"model.remat": "block", "model.loss_chunks": 4, "mesh": MeshConfig(2, 2, 2)}
@@ -40,8 +40,6 @@ def test_chunks_recomputation_and_z_loss_on_a_mesh_equal_one_device_and_the_whol
     assert distance(other_params, params) < 1e-6
     for ours, expected in zip(others, metrics, strict=True):
         assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert ours["z_loss"] == pytest.approx(expected["z_loss"], rel=1e-5)
-    assert metrics[0]["z_loss"] == pytest.approx(0.01 * np.log(272) ** 2, rel=0.1)
 
 
 @pytest.mark.medium
