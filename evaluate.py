@@ -26,7 +26,7 @@ from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import bits_of, compared, figures, read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
-from run.folder import record_of
+from run.folder import config_of_run
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
 from training.step import make_eval_step
@@ -73,7 +73,7 @@ def main() -> int:
     evaluation = chosen(arguments)
     start_jax()
     for run_dir in filter(None, (arguments.run_dir, arguments.against)):
-        facts, _ = record_of(run_dir)  # a mistake is reported before any compute
+        facts, _ = config_of_run(run_dir)  # a mistake is reported before any compute
         if evaluation is held_out and not facts["dataset"]:
             raise UserError(f"{run_dir} has no text of its own: it was converted; give --source=PATH or --tasks")
     results = {"run_dir": arguments.run_dir, **evaluation(arguments, make_mesh(arguments.mesh))}

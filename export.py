@@ -26,7 +26,7 @@ from interchange.folders import beyond_hf, converses, write_hf, write_safetensor
 from model.gpt import kinds
 from model.loss import softcap
 from run.checkpoint import Checkpoints
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import Events, batch_of, fetch_locally, scores
 from training.mesh import make_mesh
 from training.optimizer import path_name
@@ -115,7 +115,7 @@ def read_in_shards(
 ) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
     """Return a run's Config, a checkpoint's step (`step`, or the newest), and its float32 parameters by their dotted
     names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
-    _, config = record_of(run_dir)
+    _, config = config_of_run(run_dir)
     checkpoints = Checkpoints(run_dir)
     step = checkpoints.asked(step)
     abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))

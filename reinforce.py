@@ -11,6 +11,7 @@ import train
 from configs.command_line import Exit
 from configs.schema import Config
 from hosts.distributed import on_first_process
+from hosts.preflight import preflight
 from hosts.runtime import run_command
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
@@ -18,24 +19,25 @@ from reinforcement.rollouts import Rollouts, advantages
 from reinforcement.start import RewardLog, open_task
 from run import ending, start
 from run.fitting import Fitting
-from run.folder import RunLock
 from run.metrics import Profile
 from run.record import Times, scores
 
 
-def reinforce(config: Config, arguments: train.Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
+def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Times) -> Exit:
     """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
     rows."""
     start.check_processes(config, arguments)
     fitting = Fitting(config)
-    built, questions, task = open_task(fitting.first())
-    status, checkpoints = start.open_folder(built, questions, arguments.accept_changes, arguments.resume_step, lock)
+    built, questions, task = open_task(fitting.first_config())
+    status = start.claim_folder(built.config, questions, arguments.accept_changes)
+    preflight(built.config, built.mesh, questions.tokenizer.sha256)
+    checkpoints = start.open_checkpoints(built.config, questions, arguments.resume_step)
     if status.finished == checkpoints.newest == built.config.steps:
         return ending.already_complete(built.config, status.changes)
     built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
     config = built.config
-    origin = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}
-    origin |= {"shapes": parameter_shapes(config.model)}
+    common = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}  # facts of every checkpoint
+    common |= {"shapes": parameter_shapes(config.model)}
 
     resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     rollouts = Rollouts(built, task, questions.tokenizer, resume_point.state.params)
@@ -47,8 +49,14 @@ def reinforce(config: Config, arguments: train.Arguments, lock: RunLock, stop: S
         log.write(step, {"changes": status.changes})
     gc.freeze()
 
-    in_loop = stop.deferred_signals()
-    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
+    with (
+        fitting.fewer_rows_if_out_of_memory(built),
+        checkpoints,
+        log,
+        profile,
+        times.during("steps"),
+        stop.deferred_signals(),
+    ):
         if not on_first_process(lambda: step in scores(config.run_dir, "pass_at_1")):
             train.evaluate_if_due(step, state.params, rollouts, log, stop)
         while step < config.steps and not stop.agreed():
@@ -67,12 +75,12 @@ def reinforce(config: Config, arguments: train.Arguments, lock: RunLock, stop: S
             log.step(step, {**metrics, **figures})
             profile.after(step, state)
 
-            train.save_if_due(step, state, checkpoints, log, origin)
+            train.save_if_due(step, state, checkpoints, log, common)
             train.evaluate_if_due(step, state.params, rollouts, log, stop)
-        log.read()
+        log.flush()
         stopped = stop.agreed()
-        with log.paused("saving", "saves"):
-            checkpoints.save_last(step, state, {**log.facts(step), **origin})
+        with log.saving():
+            checkpoints.save_last(step, state, {**log.facts(step), **common})
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)

@@ -13,6 +13,7 @@ from configs.schema import Config, Positive
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from hosts.distributed import on_first_process
+from hosts.preflight import preflight
 from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from model.gpt import parameter_shapes
@@ -39,34 +40,43 @@ class Arguments:
     another `--seed` with `--accept_changes` gives the coming steps other rows."""
 
 
-def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times: Times) -> Exit:
+def train(config: Config, arguments: Arguments, stop: Stop, times: Times) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
     start.check_processes(config, arguments)
     fitting = Fitting(config)
-    built, text = start.open_training(fitting.first())
-    status, checkpoints = start.open_folder(built, text, arguments.accept_changes, arguments.resume_step, lock)
+    built, text = start.build_and_open_text(fitting.first_config())
+    status = start.claim_folder(built.config, text, arguments.accept_changes)
+    preflight(built.config, built.mesh, text.tokenizer.sha256)  # before anything that needs the devices
+    checkpoints = start.open_checkpoints(built.config, text, arguments.resume_step)
     if status.finished == checkpoints.newest == built.config.steps:
         return ending.already_complete(built.config, status.changes)
     built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, Evaluator(built, text)
-    origin = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}
-    origin |= {"shapes": parameter_shapes(config.model)}
+    common = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}  # facts of every checkpoint
+    common |= {"shapes": parameter_shapes(config.model)}
 
     resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     start.record_start(built, text, status.changes, resume_point)
     state, step = resume_point.state, resume_point.step
-    numbered = start.batches_after(resume_point, built, text)
-    batches = train_batches(numbered, built.batch_sharding, config.data.workers)
+    step_batches = start.batches_after(resume_point, built, text)
+    batches = train_batches(step_batches, built.batch_sharding, config.data.workers)
     profile = Profile(config, step)
-    log = MetricsLog(built, text, resume_point, numbered, times)
+    log = MetricsLog(built, text, resume_point, step_batches, times)
     checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
-    in_loop = stop.deferred_signals()
-    with fitting.fewer_rows_if_out_of_memory(built), checkpoints, log, profile, times.during("steps"), in_loop:
+    with (
+        fitting.fewer_rows_if_out_of_memory(built),
+        checkpoints,  # whose end waits for the save in progress
+        log,
+        profile,
+        times.during("steps"),
+        stop.deferred_signals(),
+    ):
+        # Before step 0, or an evaluation that a kill or a request to stop cut off.
         if not on_first_process(lambda: step in scores(config.run_dir, "val_loss")):
             evaluate_if_due(step, state.params, evaluator, log, stop)
         while step < config.steps and not stop.agreed():
@@ -79,31 +89,31 @@ def train(config: Config, arguments: Arguments, lock: RunLock, stop: Stop, times
             log.step(step, metrics)  # reads the step before, while the devices compute this one
             profile.after(step, state)
 
-            save_if_due(step, state, checkpoints, log, origin)
+            save_if_due(step, state, checkpoints, log, common)
             evaluate_if_due(step, state.params, evaluator, log, stop)
-        log.read()
-        stopped = stop.agreed()
-        with log.paused("saving", "saves"):
-            checkpoints.save_last(step, state, {**log.facts(step), **origin})
+        log.flush()
+        stopped = stop.agreed()  # even after the last step, whose evaluation may be cut off
+        with log.saving():
+            checkpoints.save_last(step, state, {**log.facts(step), **common})
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) happens after `step`."""
+    """Return whether something that happens every `every` steps (0: never), and before the first, is due at `step`."""
     return every > 0 and step % every == 0
 
 
-def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog, origin: dict) -> None:
-    """Save the state after `step` if that is due, and count a save that ended. Every process must call it."""
+def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog, common: dict) -> None:
+    """Save the state after `step` if that is due. Every process must call it."""
     config = log.config
     if is_due(step, config.log.every_steps):
-        checkpoints.poll()
+        checkpoints.poll()  # counts a save that ended
     if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
-        log.read()  # a checkpoint's metrics are on record before it
-        with log.paused("saving", "saves"):
-            checkpoints.save(step, state, {**log.facts(step), **origin})
+        log.flush()  # a checkpoint's metrics are on record before it
+        with log.saving():
+            checkpoints.save(step, state, {**log.facts(step), **common})
 
 
 def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLog, stop: Stop) -> None:
@@ -112,8 +122,8 @@ def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLo
     config = log.config
     if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
         return
-    log.read()
-    with log.clock.paused(), log.paused("an evaluation", "evaluation"):
+    log.flush()
+    with log.evaluating():
         jax.block_until_ready(params)
         results = evaluator(params, stop.agreed)
     if results is not None:
@@ -128,11 +138,11 @@ def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
     def start_once() -> Exit:
         times = Times()
         with ending.failure_recorded(config, times):
-            return run(config, arguments, lock, stop, times)
+            return run(config, arguments, stop, times)
 
     with Stop() as stop:
         start_jax()
-        with RunLock(config.run_dir) as lock, notify_of_failure(config):
+        with RunLock(config.run_dir), notify_of_failure(config):
             try:
                 return start_once()
             except StartAgain as reason:

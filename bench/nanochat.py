@@ -34,8 +34,8 @@ from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator, evaluate
 from hosts.runtime import run_command, start_jax
-from run.log import Clock, ResumePoint
-from run.start import batches_after, open_training
+from run.log import Clock
+from run.start import ResumePoint, batches_after, build_and_open_text
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Trainer:
 
 def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     """Train, and write metrics.jsonl. Return its last line, with what was used. UserError for a folder that has a
-    run, and as `Trainer` and `open_training` raise it."""
+    run, and as `Trainer` and `build_and_open_text` raise it."""
     require_steps(config)
     metrics = Path(arguments.out) / "metrics.jsonl"
     if metrics.exists():
@@ -264,7 +264,7 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     if config.batch.rows_per_device == "auto":
         config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
     trainer = Trainer(config, arguments)
-    built, text = open_training(config)
+    built, text = build_and_open_text(config)
     evaluator = Evaluator(built, text)
     batches = batches_after(ResumePoint(built.abstract_state), built, text)
     trainer.compile(batches[0])

@@ -1,4 +1,4 @@
-"""Every option of a run, on one page. A class has a field for each of its options.
+"""Every option of a run, on one page.
 
 A config file (`configs/small.py`) defines `get_config() -> Config`; the command line overrides single fields of it
 (`--batch.rows_per_device=16`). A field's type says which values it takes, and what a change of it changes;

@@ -24,7 +24,7 @@ SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a step's text t
 
 @dataclass(frozen=True)
 class Text:
-    """A run's text: the rows of one dataset, or of a mixture. Nine fields: `open_text` makes all of them."""
+    """A run's text: the rows of one dataset, or of a mixture."""
 
     names: list[str]
     """Names of the datasets, as in `config.source`."""
@@ -46,7 +46,7 @@ class Text:
         """Return each dataset's share of the held-out rows. They sum to 1."""
         return [float(share) for share in self.mixture.shares]
 
-    def validation(self, tokens: int, length: int) -> str:
+    def validation_message(self, tokens: int, length: int) -> str:
         """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
         available = [len(part) * length for part in self.val]
         taken = sum(min(have, round(tokens * weight)) for have, weight in zip(available, self.weights))
@@ -87,7 +87,7 @@ class Text:
         """Return the complete steps of `rows` rows in these epochs of all datasets, at least one."""
         return max(int(epochs * sum(map(len, self.train))) // rows, 1)
 
-    def outlook(self, rows: int, length: int) -> str:
+    def outlook_message(self, rows: int, length: int) -> str:
         """Return a line on the tokens of a run of `rows` rows, and the epochs of each dataset."""
         parts = [f"{name} {taken:.3g} time{'s' * (taken != 1)}" for name, taken in self.epochs(rows).items()]
         return f"in {rows * length:,} tokens the run goes through " + "; ".join(parts)
@@ -127,12 +127,12 @@ def shortest(names: list[str]) -> list[str]:
 
 
 def open_text(
-    config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path, no_training: str = ""
+    config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path, no_new_tokenizer: str = ""
 ) -> Text:
     """Return the rows of `config.source`, `length` tokens each. Raise UserError if they do not fit the run. Also raise
-    it, with the message `no_training` if given, before a tokenizer would be trained."""
+    it, with the message `no_new_tokenizer` if given, before a tokenizer would be trained."""
     names, shares = read_source(config.source)
-    datasets = [open_dataset(name, config, vocab_size, cache, no_training) for name in names]
+    datasets = [open_dataset(name, config, vocab_size, cache, no_new_tokenizer) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
         if dataset.tokenizer.sha256 != tokenizer.sha256:

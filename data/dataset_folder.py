@@ -26,7 +26,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
 
 
-def load_record(folder: Path) -> Any:
+def load_dataset_json(folder: Path) -> Any:
     """Return the content of the folder's dataset.json. Raise UserError if it cannot be read."""
     path = folder / "dataset.json"
     try:
@@ -120,7 +120,7 @@ class Dataset:
         return packed(Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, config, length))))))
 
 
-def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
+def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_new_tokenizer: str = "") -> Dataset:
     """Return the dataset in the folder `source`. Raw text is prepared once, in `cache`. Raise UserError if anything in
     the dataset is invalid."""
     folder = Path(os.path.expanduser(source))
@@ -141,7 +141,7 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
             f"--data.source={source} is neither a dataset nor text on this machine; prepare it, and train on the "
             f"result: python -m data.prepare --source={source} --out=DIR"
         )
-    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training))
+    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_new_tokenizer))
 
 
 def _prepare_raw(*arguments: Any) -> Path:
@@ -173,7 +173,7 @@ def _require_tokenizer(dataset: Dataset, given: str) -> None:
 
 def _prepared(folder: Path) -> Dataset:
     """Return the dataset in the folder. Raise UserError if it is incomplete or damaged."""
-    facts = load_record(folder)
+    facts = load_dataset_json(folder)
     try:
         if not (facts["shards"] and facts["complete"]):
             raise UserError(f"{folder} is not complete; continue its preparation")

@@ -13,7 +13,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from run.checkpoint import Checkpoints
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import fetch_locally
 from training.mesh import make_mesh, sizes_of
 from training.state import abstract_params, compute_dtype
@@ -80,7 +80,7 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Network:
     """Return the network of a run's checkpoint of `step`, or of the newest. Raise UserError if there is none, or if the
     mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged."""
-    facts, config = record_of(run_dir)
+    facts, config = config_of_run(run_dir)
     validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     tokenizer = load_tokenizer(fetch_locally(run_dir) / "tokenizer")
     params, step = Checkpoints(run_dir).restore_params(abstract_params(config.model, mesh), step)

@@ -10,6 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from configs.files import RETRY_SECONDS, first_line, in_bucket, is_transient, pe
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, code_digest, versions
-from hosts.stop import limited_to
+from hosts.stop import time_limit
 from model.gpt import parameter_counts
 
 ANSWER_SECONDS = 2 * RETRY_SECONDS  # for the answers of all hosts, one of which may try a store again
@@ -55,7 +56,7 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 def problems_here(config: Config) -> list[str]:
     """Return the problems of this host with the run's folder, which process 0 has made. Every process must call it."""
     if in_bucket(config.run_dir):
-        return on_first_process(lambda: with_retries(config.run_dir, lambda: refusals(config.run_dir)))
+        return on_first_process(partial(with_retries, config.run_dir, partial(refusals, config.run_dir)))
     folder, until = Path(config.run_dir), time.monotonic() + VISIBLE_SECONDS
     while not folder.exists():
         if time.monotonic() > until:
@@ -85,7 +86,7 @@ def preflight(config: Config, mesh: Mesh, tokenizer: str) -> None:
     devices = jax.local_devices()
     same = {"devices": f"{len(devices)} x {devices[0].device_kind}", "tokenizer": tokenizer[:12]}
     same |= {"code": code_digest(), **versions()}
-    with limited_to(ANSWER_SECONDS, f"the answers of all hosts take longer than {ANSWER_SECONDS} s"):
+    with time_limit(ANSWER_SECONDS, f"the answers of all hosts take longer than {ANSWER_SECONDS} s"):
         mine = Host(platform.node(), same, problems_here(config))
         hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", json.dumps(mine))]
     if wrong := compare(hosts):
@@ -100,7 +101,7 @@ def require_right_sum(mesh: Mesh) -> None:
     at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     placed = jax.make_array_from_callback(numbers.shape, at, lambda index: numbers[index])
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    with limited_to(SUM_SECONDS, f"the sum over all devices takes longer than {SUM_SECONDS} s"):
+    with time_limit(SUM_SECONDS, f"the sum over all devices takes longer than {SUM_SECONDS} s"):
         result = int(total(placed).addressable_data(0))
         sums = exchange("the sum over all devices", str(result))
     if wrong := [f"process {i} found {found}" for i, found in enumerate(sums) if int(found) != numbers.sum()]:

@@ -69,12 +69,12 @@ def leave(error: BaseException | None, code: int) -> None:
         with suppress(OSError):
             output.flush()
     # An operation of all devices fails if another process is gone. The error is our own if all processes have it.
-    of_devices = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and code == Exit.FAILED
-    together = everyone_is_here(LEAVE_SECONDS + of_devices * HEARTBEAT_SECONDS)
+    may_be_a_lost_peer = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and code == Exit.FAILED
+    together = everyone_is_here(LEAVE_SECONDS + HEARTBEAT_SECONDS if may_be_a_lost_peer else LEAVE_SECONDS)
     if error and not together:
-        if of_devices:
+        if may_be_a_lost_peer:
             print("error: another process has stopped, or cannot be reached; start all again", file=sys.stderr)
-        os._exit(Exit.PEER_LOST if of_devices else code)
+        os._exit(Exit.PEER_LOST if may_be_a_lost_peer else code)
     jax.distributed.shutdown()  # waits for the others
 
 

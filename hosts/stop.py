@@ -36,6 +36,9 @@ class Stop:
     (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
     Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
 
+    Once several processes have joined, JAX's preemption service takes SIGTERM over. It is a request then from the start
+    on, which the first `agreed` answers, after restoring and compiling.
+
     Python calls a signal's handler after the compilation or the step under way, which may take minutes. So a thread
     answers first.
     """
@@ -44,11 +47,12 @@ class Stop:
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = self.has_trained = False
-        self.asked, self.has_agreed = 0, False
-        """How often this process, one of several, has asked, and the answer."""
+        self.asked = 0
+        """How often this process, one of several, has asked the others (`agreed`)."""
+        self.has_agreed = False
+        """The others' last answer."""
 
     def __enter__(self) -> "Stop":
-        # With several processes JAX's preemption service takes SIGTERM over when it starts, and informs the others.
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt, signal.SIGHUP: self._preempt}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             del handlers[signal.SIGHUP]
@@ -105,7 +109,8 @@ class Stop:
             raise
 
     def agreed(self) -> bool:
-        """Return whether the run is to stop now, for all processes alike. Every process must ask equally often."""
+        """Ask all processes, and return whether the run is to stop now, for all alike. Every process must ask equally
+        often: at each step, save, evaluation, and batch of one."""
         if jax.process_count() == 1:
             return self.code is not None
         if not self.has_agreed:
@@ -172,7 +177,7 @@ class Watchdog:
         """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
         began, since, self.since = time.monotonic(), self.since, math.inf
         try:
-            with limited(self.config, what, self.on_timeout):
+            with io_limit(self.config, what, self.on_timeout):
                 yield
         finally:
             self.since = since + time.monotonic() - began
@@ -197,16 +202,16 @@ class Watchdog:
 
 
 @contextmanager
-def limited(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+def io_limit(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
     """End this process with code 42 if a restore, a save or an evaluation inside takes longer than
     `hang.io_seconds`."""
     seconds = config.io_seconds or math.inf
-    with limited_to(seconds, f"{what} takes longer than {seconds} s (hang.io_seconds in the config)", on_timeout):
+    with time_limit(seconds, f"{what} takes longer than {seconds} s (hang.io_seconds in the config)", on_timeout):
         yield
 
 
 @contextmanager
-def limited_to(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+def time_limit(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
     """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`."""
     late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), on_timeout or end_as_hung, [reason])
     late.daemon = True

@@ -38,7 +38,7 @@ from data.tokenizer_formats import find_tokenizer
 from hosts.runtime import run_command, start_jax
 from interchange import formats
 from model.gpt import parameter_counts, parameter_shapes
-from run.folder import write_record
+from run.folder import write_config_json
 from run.saver import Saver
 from training.build import build
 from training.optimizer import path_name
@@ -184,7 +184,7 @@ def write_run(out: Path, config: Config, step: int, tokenizer: TextTokenizer, pa
     tokenizer.save(out / "tokenizer")
     saver = Saver(out, CheckpointConfig())
     saver.save_last(step, state, {"tokens": 0, "shapes": parameter_shapes(config.model)})
-    write_record(out / "config.json", config, "", [])
+    write_config_json(out / "config.json", config, "", [])
 
 
 if __name__ == "__main__":

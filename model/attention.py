@@ -234,7 +234,7 @@ def has_value_embedding(config: ModelConfig, layer: int) -> bool:
 
 
 class Attention(nnx.Module):
-    """One attention sub-layer, of block number `layer`. It has an attribute for each parameter, six at most."""
+    """One attention sub-layer, of block number `layer`."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale

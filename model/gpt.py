@@ -106,8 +106,7 @@ def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
 class GPT(nnx.Module):
     """nanochat's GPT: no biases, untied head, norms without parameters; its later features are options.
 
-    `dtype` is the type of the activations; parameters are float32. Without `rngs` they are only shapes and types. It
-    has an attribute for each of its parameters.
+    `dtype` is the type of the activations; parameters are float32. Without `rngs` they are only shapes and types.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs | None):

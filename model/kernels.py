@@ -69,7 +69,7 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
     """Return how many positions back a block sees; None: all. The last block sees all."""
     letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
     if letter == "S" and config.short_window == 0:
-        raise ValueError("model.short_window is 0: see configs.schema.resolved")
+        raise ValueError("model.short_window is 0: see configs.validation.resolved")
     return config.short_window if letter == "S" else None
 
 

@@ -154,5 +154,5 @@ def loss_sums(
     x, _ = model.activations(inputs, segment_ids=segment_ids, dropout_keys=dropout_keys)
     head = model.lm_head
     x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
-    loss = head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config)
+    loss: Any = head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config)
     return loss, jnp.sum(weights != 0, dtype=jnp.int32)

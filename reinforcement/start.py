@@ -25,7 +25,7 @@ TRIED = 64  # questions whose lengths are checked at the start
 class Questions(Text):
     """A task's questions in the place of a text: a run of reinforcement reads no rows."""
 
-    def outlook(self, rows: int, length: int) -> str:
+    def outlook_message(self, rows: int, length: int) -> str:
         return f"reinforcement on {self.names[0]}"
 
     def epochs(self, rows: int) -> dict[str, float]:

@@ -9,14 +9,14 @@ from configs.schema import Config, UserError, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from run.checkpoint_files import finished_steps
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import fetch_locally
 
 
 def base_of_chat(config: Config) -> Config:
     """Return the options of the run in `config.init_from`, with `data.tokenizer` of `config`, or else the run's own.
     Raise UserError if there is no run, or if the tokenizer lacks the tokens of conversations."""
-    _, base = record_of(config.init_from)
+    _, base = config_of_run(config.init_from)
     home = Path(config.data.tokenizer or fetch_locally(config.init_from) / "tokenizer")
     tokenizer = load_tokenizer(home)
     if missing := tokenizer.missing_chat_tokens:
@@ -35,7 +35,7 @@ def resumed_run(config: Config) -> Config | None:
     config = resolved(config)
     if not with_retries(config.run_dir, lambda: finished_steps(config.run_dir)):
         return None
-    resumed = record_of(config.run_dir)[1]
+    resumed = config_of_run(config.run_dir)[1]
     if resumed.init_from != config.init_from:
         return None
     return with_options(

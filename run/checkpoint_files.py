@@ -148,14 +148,14 @@ class Saving(threading.Thread):
             with closing(asyncio.new_event_loop()) as loop:
                 loop.run_until_complete(begin())
 
-        self.failed = failure_of(lambda: outside_event_loop(run))
+        self.own_failure = failure_of(lambda: outside_event_loop(run))
         self.start()
 
     def run(self) -> None:
         for part in self.parts:  # all of them, so that nothing is written after a failure
-            self.failed = failure_of(part.result) or self.failed
+            self.own_failure = failure_of(part.result) or self.own_failure
         self.parts.clear()  # they keep the arrays' copies
-        failures = exchange("parts of a checkpoint", self.failed, channel="saving")
+        failures = exchange("parts of a checkpoint", self.own_failure, channel="saving")
         failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
         if not failed and jax.process_index() == 0:
             failed = failure_of(lambda: upload(self.run_dir)) or failure_of(self._complete)
@@ -175,7 +175,7 @@ class Saving(threading.Thread):
 
 
 def failure_of(function: Callable[[], Any]) -> str:
-    """Return how `function` failed, as `configs.files.described` does; empty if it did not."""
+    """Call `function`, and return how it failed, as `configs.files.described` does; empty if it did not."""
     try:
         function()
     except Exception as error:

@@ -23,7 +23,7 @@ from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_v
 from hosts.runtime import StartAgain
 from run.record import Events, Times, upload
 from run.start import describe
-from training.build import SMALLER, Build, build, line, program_bytes, row_counts, stored_bytes
+from training.build import SMALLER, Build, build, interpolate, program_bytes, row_counts, stored_bytes
 from training.step import TrainStep
 
 COMPILATIONS = 3
@@ -85,7 +85,7 @@ class Fitting:
         self.kept: int = on_first_process(self._read)
         """The rows that an earlier start chose; 0 if there is none."""
 
-    def first(self) -> Config:
+    def first_config(self) -> Config:
         """Return the config with an earlier start's choice, or with one row."""
         return with_options(self.asked, {ROWS: self.kept or 1}) if self.auto else self.asked
 
@@ -108,8 +108,12 @@ class Fitting:
                 best = built, steps
             needs = f"a device needs {tried[rows] / GIB:.3g} of {self.limit / GIB:.3g} GiB" if steps else "refused"
             LOGGER.info(f"--{ROWS}={rows}: {needs}; {'it fits' if fits else 'it does not fit'}")
-            kept = rows == self.kept
-            rows = 0 if kept and fits else 1 if kept and rows > 1 else self._next(built, tried)
+            if rows != self.kept:
+                rows = self._next(built, tried)
+            elif fits:  # as an earlier start chose
+                break
+            else:  # with less memory than then
+                rows = self._next(built, tried) if rows == 1 else 1
         if best is None:
             smaller = " ".join(f"--{name}={value}" for name, value in SMALLER.items())
             raise UserError(
@@ -126,7 +130,7 @@ class Fitting:
         fitting = max((n for n, size in tried.items() if size <= self.limit), default=0)
         refused = min((n for n, size in tried.items() if size > self.limit), default=sys.maxsize)
         points = tried if len(tried) > 1 else {0: sum(stored_bytes(built).values()), **tried}
-        within = (n for n in row_counts(built) if fitting < n < refused and line(points, n) <= self.limit)
+        within = (n for n in row_counts(built) if fitting < n < refused and interpolate(points, n) <= self.limit)
         return next(within, 0)
 
     def _compiled(self, built: Build, times: Times) -> tuple[TrainSteps | None, float]:

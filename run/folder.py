@@ -46,8 +46,6 @@ class RunLock:
     def __init__(self, run_dir: str | Path):
         self.run_dir, self.path = run_dir, local_path(run_dir) / "lock"
         self.file: IO | None = None
-        self.has_steps = True
-        """False once the folder is known to have no step, and so nothing worth keeping."""
 
     def __enter__(self) -> "RunLock":
         """Take the lock, or fetch the record of a run in a bucket. Raise UserError if another process has the lock, or
@@ -60,17 +58,16 @@ class RunLock:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.file:
-            with suppress(OSError):
+            with suppress(OSError, UserError):  # the disk may be gone, or the events damaged
                 if kind and issubclass(kind, UserError):
                     self._leave_nothing()
             self.file.close()
 
     def _leave_nothing(self) -> None:
-        """Delete what a refused start made."""
+        """Delete what a refused start made, if the run has no step, and so nothing worth keeping."""
         folder = self.path.parent
-        # metrics.jsonl and a saved checkpoint are of steps that this start took itself.
-        began = (folder / "metrics.jsonl").exists() or finished_steps(self.run_dir)
-        if not self.has_steps and not began:
+        logged = (folder / "metrics.jsonl").exists() or saved_up_to(Events(folder).read())
+        if (folder / "config.json").exists() and not logged and not finished_steps(self.run_dir):
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
         if not (folder / "config.json").exists():
@@ -138,7 +135,7 @@ class RunStatus(NamedTuple):
     """The newest step that was ever saved."""
 
 
-def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> RunStatus:
+def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatus:
     """Claim `config.run_dir` for this config, before any compute, and return the run's status.
 
     Raise UserError if the folder contains something else, or if an option that changes the result differs without
@@ -158,10 +155,9 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
     logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
     has_steps = saved_up_to(events) or logged or finished_steps(config.run_dir)
     if not has_steps:  # a start without a step does not bind later ones
-        lock.has_steps = False
-        write_record(record, config, fingerprint, [])
+        write_config_json(record, config, fingerprint, [])
         return RunStatus([], 0, 0)
-    facts, first = read_record(record)
+    facts, first = read_config_json(record)
     before = options(first) | {"dataset": facts["dataset"]}
     now = options(config) | {"dataset": fingerprint}
     changes = [
@@ -209,15 +205,15 @@ def write_start_record(
     Only the first process may call it, once the state is restored."""
     folder = local_path(config.run_dir)
     record = folder / "config.json"
-    recorded, _ = read_record(record)
-    write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
+    recorded, _ = read_config_json(record)
+    write_config_json(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     size = config.batch.tokens_per_step
     Events(folder).add("start", step, tokens=tokens, tokens_per_step=size, **facts)
 
 
-def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+def config_of_run(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = fetch_locally(run_dir) / "config.json"
     if any(record.parent.glob("*.safetensors")) or any(record.parent.glob("model_*.pt")):
@@ -228,10 +224,10 @@ def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
-    return read_record(record)
+    return read_config_json(record)
 
 
-def read_record(record: Path) -> tuple[dict[str, Any], Config]:
+def read_config_json(record: Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read."""
     try:
         facts = json.loads(record.read_text())
@@ -244,7 +240,7 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         ) from error
 
 
-def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+def write_config_json(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
     """Write a run's config.json: its options, versions and devices."""
     devices = jax.devices()
     facts = {

@@ -12,7 +12,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import Damaged, NoCheckpoint
 from model.kernels import window_of
 from run.checkpoint import Checkpoints
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import fetch_locally
 from training.build import Build
 from training.state import TrainState
@@ -28,7 +28,7 @@ def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
         )
 
 
-def why_no_training(config: Config) -> str:
+def why_no_new_tokenizer(config: Config) -> str:
     """Return why no tokenizer may be trained for a run that starts from `config.init_from`."""
     return (
         f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
@@ -39,7 +39,7 @@ def why_no_training(config: Config) -> str:
 def require_same_network(config: Config) -> None:
     """Raise UserError if the network of the run in `config.init_from` computes another function than the options ask
     for."""
-    theirs, ours = _function(record_of(config.init_from)[1].model), _function(resolved(config).model)
+    theirs, ours = _function(config_of_run(config.init_from)[1].model), _function(resolved(config).model)
     if differ := [f"{name}: {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
         differences = "\n  ".join(differ)
         raise UserError(f"{config.init_from} is of another network than the options ask for:\n  {differences}")
@@ -62,7 +62,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
 
 def require_moments(config: Config) -> None:
     """Raise UserError if the run in `config.init_from` has no moments that `config.init_optimizer` could bring."""
-    theirs, ours = record_of(config.init_from)[1].optimizer.matrices.kind, config.optimizer.matrices.kind
+    theirs, ours = config_of_run(config.init_from)[1].optimizer.matrices.kind, config.optimizer.matrices.kind
     if theirs != ours:
         raise UserError(
             f"--init_optimizer takes moments of the same optimizer, and {config.init_from} was trained with "

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,28 +25,14 @@ from model.gpt import flops_per_token
 from run.ending import tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
+from run.start import ResumePoint
 from training.build import Build
-from training.state import TrainState
 from training.step import Metrics
 
 MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 WINDOW = 64  # losses kept to compare a loss with
 ENOUGH = 16  # fewest losses to compare a loss with
 SPIKE = 1.5  # times their median that a loss must exceed to be reported
-
-
-class ResumePoint(NamedTuple):
-    """Where a start begins: before step 0, or after a checkpoint."""
-
-    state: TrainState
-    step: int = 0
-    """Steps taken."""
-    tokens: int = 0
-    """Tokens of those steps, which are the data's position."""
-    seconds: float = 0.0
-    """Seconds of training."""
-    losses: tuple[float, ...] = ()
-    """Losses of the newest steps, to compare a spike with."""
 
 
 class Clock:
@@ -101,30 +87,30 @@ class Clock:
 class MetricsLog:
     """Writes a line for each logged step, and reports skipped steps and spikes of the loss.
 
-    It reads a step's metrics while the devices compute the next step, so they never wait for the host. `read` reads
-    the newest at once. It has many attributes: one reading of the metrics serves the file, the bar, the reports and
-    the watchdog. Every process must have one, and call its methods together."""
+    It reads a step's metrics while the devices compute the next step, so they never wait for the host. `flush` logs
+    the newest at once. One reading of the metrics serves the file, the bar, the reports and the watchdog. Every process
+    must have one, and call its methods together."""
 
-    def __init__(self, built: Build, text: Text, start: ResumePoint, batches: StepBatches, times: Times):
-        """Drop the lines after `start`. `batches` are those that follow it, by number."""
+    def __init__(self, built: Build, text: Text, resume_point: ResumePoint, step_batches: StepBatches, times: Times):
+        """Drop the lines after `resume_point`. `step_batches` are those that follow it, by number."""
         config = self.config = built.config
-        self.built, self.text, self.batches, self.times = built, text, batches, times
-        self.start_step, self.start_tokens = start.step, start.tokens
+        self.built, self.text, self.step_batches, self.times = built, text, step_batches, times
+        self.start_step, self.start_tokens = resume_point.step, resume_point.tokens
         self.unread: tuple[int, Metrics] | None = None
         """The newest step, whose metrics the devices may still compute."""
-        self.losses = deque(start.losses, WINDOW)
+        self.losses = deque(resume_point.losses, WINDOW)
         """Losses of the newest steps that were read."""
-        self.skipped, self.skipped_in_a_row = int(start.state.skipped_steps), 0
-        self.clock = Clock(start.seconds, start.tokens)
+        self.skipped, self.skipped_in_a_row = int(resume_point.state.skipped_steps), 0
+        self.clock = Clock(resume_point.seconds, resume_point.tokens)
         self.watchdog = Watchdog(config.hang, self._end_as_hung)
         wandb = partial(Wandb, config) if config.log.wandb else None
-        self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
-        lines = [line for line in read_metrics(config.run_dir) if line["step"] <= start.step]
+        self.writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
+        lines = [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
         self.scores = {line["step"]: line["val_bpb"] for line in lines if line.get("val_bpb") is not None}
         """Bits per byte of each evaluated step, by the lines that are on this machine."""
         self.bar = tqdm(
             total=config.steps,
-            initial=start.step,
+            initial=resume_point.step,
             unit="step",
             disable=None if jax.process_index() == 0 else True,  # None: if the output is no terminal
             dynamic_ncols=True,
@@ -149,9 +135,16 @@ class MetricsLog:
         return {"tokens": self.tokens(step), "seconds": self.clock.seconds, "losses": list(self.losses)}
 
     @contextmanager
-    def paused(self, what: str, activity: str) -> Iterator[None]:
-        """Pause the limit on steps. Inside, `what` has its own limit, and its time counts as `activity`."""
-        with self.watchdog.paused(what), self.times.during(activity):
+    def saving(self) -> Iterator[None]:
+        """Pause the limit on steps: a save has its own. Its time counts as training's, since training mostly continues
+        while it is written."""
+        with self.watchdog.paused("saving"), self.times.during("saves"):
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Pause the limit on steps, and the clock of training."""
+        with self.clock.paused(), self.watchdog.paused("an evaluation"), self.times.during("evaluation"):
             yield
 
     def write(self, step: int, facts: dict) -> None:
@@ -159,12 +152,12 @@ class MetricsLog:
         self.writer.write({"step": step, "tokens": self.tokens(step), **facts})
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Read the metrics of the step before this one, which the devices have just begun."""
-        self.read()
+        """Take the metrics of a step that the devices have just begun, and log the step before it."""
+        self.flush()
         self.unread = (step, metrics)
         self.clock.dispatched(metrics)
 
-    def read(self) -> None:
+    def flush(self) -> None:
         """Wait for the newest step, and log it. Raise TrainingAborted after ten skipped steps in a row."""
         if not self.unread:
             return
@@ -175,7 +168,7 @@ class MetricsLog:
         if "diagnostics" in values:
             self.write(step, {"diagnostics": values.pop("diagnostics")})
         if not values["valid_tokens"]:
-            values["loss"] = math.nan  # 0 / 0: the step has no loss
+            values["loss"] = math.nan  # the step has none
         self._count_skipped(step, values)
         self._report_spike(step, values["loss"])
         if step % self.config.log.every_steps == 0 or step == self.config.steps:
@@ -219,7 +212,7 @@ class MetricsLog:
             self.losses.append(loss)
         if not loss > SPIKE * usual:
             return
-        rows = self.text.preview_batch(self.batches.row_numbers(step - 1 - self.start_step))
+        rows = self.text.preview_batch(self.step_batches.row_numbers(step - 1 - self.start_step))
         spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
         LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step - 1}")
         self.write(step, {"spike": {"loss": loss, "median": usual, **rows}})

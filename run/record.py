@@ -34,7 +34,7 @@ from configs.schema import UserError
 
 
 class Events:
-    """The events of one run. Only the first process may write."""
+    """The events of one run. Only the first process may write, but for a lack of memory (run/fitting.py)."""
 
     def __init__(self, run_dir: str | Path):
         self.path = local_path(run_dir) / "events.jsonl"

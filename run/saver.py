@@ -78,6 +78,7 @@ class Saver(Checkpoints):
         one is complete. Raise TrainingAborted if the run's folder was deleted, if a parameter is not finite, or after
         ten failures in a row.
         """
+        # A network that interchange/convert.py writes has no config.json yet, and none in its facts.
         if "config" in facts and not on_first_process((local_path(self.run_dir) / "config.json").exists):
             raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
         if holder := on_first_process(lambda: other_writer(self.run_dir)):
@@ -133,8 +134,8 @@ class Saver(Checkpoints):
                 Events(self.run_dir).add("saved", step)
 
     def save_last(self, step: int, state: TrainState, facts: dict) -> None:
-        """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause: raise
-        TrainingAborted after ten."""
+        """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause. Raise
+        TrainingAborted after ten, if the reason does not pass by itself, else StorageLost after RETRY_SECONDS."""
 
         def attempt() -> list[Failure]:
             self.wait()
@@ -155,8 +156,8 @@ class Saver(Checkpoints):
             raise TrainingAborted(f"{len(self.failures)} save(s) in a row failed: {self.failures[-1].message}")
 
     def _failed(self, failure: str) -> None:
-        """Count a failed save, and remove what it left, to free the disk: training continues. Raise StorageLost if the
-        disk or the store has not answered for `configs.files.RETRY_SECONDS`."""
+        """Count a failed save, `failure` by `configs.files.described`, and remove what it left, to free the disk:
+        training continues. Raise StorageLost if the disk or the store has not answered for RETRY_SECONDS."""
         failed = Failure(failure[2:], failure[0] == "1", time.monotonic())
         self.failures.append(failed)
         LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")

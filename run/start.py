@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -17,26 +17,40 @@ from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
 from hosts.distributed import check_hosts_agree, on_first_process
-from hosts.preflight import preflight, require_room
+from hosts.preflight import require_room
 from hosts.runtime import code_digest, describe_processes, versions
-from hosts.stop import limited
+from hosts.stop import io_limit
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
 from run.checkpoint_files import finished_steps
-from run.folder import RunLock, RunStatus, open_run, require_checkpoints, write_start_record, writing_to
+from run.folder import RunStatus, open_run, require_checkpoints, write_start_record, writing_to
 from run.init_from import (
     initial_state,
     require_moments,
     require_same_network,
     require_same_vocabulary,
-    why_no_training,
+    why_no_new_tokenizer,
 )
-from run.log import ResumePoint
 from run.record import Events, Times, batch_of, local_path
 from run.saver import Saver
 from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
+from training.state import TrainState
+
+
+class ResumePoint(NamedTuple):
+    """Where a start begins: before step 0, or after a checkpoint."""
+
+    state: TrainState
+    step: int = 0
+    """Steps taken."""
+    tokens: int = 0
+    """Tokens of those steps, which are the data's position."""
+    seconds: float = 0.0
+    """Seconds of training."""
+    losses: tuple[float, ...] = ()
+    """Losses of the newest steps, to compare a spike with."""
 
 
 def check_processes(config: Config, arguments: Any) -> None:
@@ -46,7 +60,7 @@ def check_processes(config: Config, arguments: Any) -> None:
     check_hosts_agree("their options", json.dumps([asdict(config), asdict(arguments)]))
 
 
-def open_training(config: Config) -> tuple[Build, Text]:
+def build_and_open_text(config: Config) -> tuple[Build, Text]:
     """Return the run's build, with the steps of `epochs` for `steps=0`, and the text that it trains on. Raise UserError
     if the text, the prompts, or the network in `init_from` do not fit the run."""
     built = build(config)
@@ -56,8 +70,8 @@ def open_training(config: Config) -> tuple[Build, Text]:
         require_same_network(config)
         if config.init_optimizer:
             require_moments(config)
-    no_training = why_no_training(config) if starts_from else ""
-    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
+    no_new_tokenizer = why_no_new_tokenizer(config) if starts_from else ""
+    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_new_tokenizer)
     check_hosts_agree("their text", text.fingerprint)
     if not config.steps:
         config = replace(config, steps=text.steps(config.epochs, micro_batches * rows))
@@ -65,7 +79,7 @@ def open_training(config: Config) -> tuple[Build, Text]:
         built = build(config)
     if text.too_long:
         LOGGER.info(text.too_long)
-    LOGGER.info(text.validation(config.eval.tokens, length))
+    LOGGER.info(text.validation_message(config.eval.tokens, length))
     if text.tokenizer.vocab_size < config.model.vocab_size:
         known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
         LOGGER.info(f"the text's tokenizer has {known}: the others are never seen")
@@ -83,36 +97,32 @@ def begins_from_another(config: Config) -> bool:
     return config.init_from != "" and not on_first_process(steps_here)
 
 
-def open_folder(
-    built: Build, text: Text, accept_changes: bool, resume_step: int | None, lock: RunLock
-) -> tuple[RunStatus, Saver]:
-    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints, back at
-    `resume_step`. UserError if the folder or the hosts do not fit the run, TrainingAborted if the disk is full."""
-    config = built.config
+def claim_folder(config: Config, text: Text, accept_changes: bool) -> RunStatus:
+    """Claim the run's folder for this config and text. Return what is known of the run. Raise UserError if the folder
+    does not fit them, TrainingAborted if the disk has no room for a checkpoint."""
     # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
-    claim = partial(open_run, config, text.fingerprint, accept_changes, lock)
-    status = RunStatus(*on_first_process(lambda: writing_to(config.run_dir, claim)))
-    on_first_process(lambda: with_retries(config.run_dir, lambda: require_checkpoints(config, status.saved)))
-    preflight(config, built.mesh, text.tokenizer.sha256)  # before anything that needs the devices
+    claim = partial(open_run, config, text.fingerprint, accept_changes)
+    status = RunStatus(*on_first_process(partial(writing_to, config.run_dir, claim)))
+    find_checkpoints = partial(require_checkpoints, config, status.saved)
+    on_first_process(partial(with_retries, config.run_dir, find_checkpoints))
     if status.finished < config.steps:
         require_room(config)
-    with limited(config.hang, "opening the checkpoints"):
-        checkpoints = open_checkpoints(config, resume_step)
-    length, size = config.batch.sequence_length, config.batch.tokens_per_step
-    before, _ = on_first_process(lambda: batch_of(Events(config.run_dir).read(), checkpoints.newest, size))
-    LOGGER.info(text.outlook((before + (config.steps - checkpoints.newest) * size) // length, length))
-    return status, checkpoints
+    return status
 
 
-def open_checkpoints(config: Config, resume_step: int | None = None) -> Saver:
-    """Return the run's checkpoints, back at `resume_step`. Raise UserError if they have more steps than the run should
-    have."""
-    checkpoints = Saver(config.run_dir, config.checkpoint)
-    if resume_step is not None:
-        go_back_to(resume_step, config, checkpoints)
+def open_checkpoints(config: Config, text: Text, resume_step: int | None) -> Saver:
+    """Delete what a kill left half written, and return the run's complete checkpoints, back at `resume_step`. Raise
+    UserError if they have more steps than the run should have."""
+    with io_limit(config.hang, "opening the checkpoints"):
+        checkpoints = Saver(config.run_dir, config.checkpoint)
+        if resume_step is not None:
+            go_back_to(resume_step, config, checkpoints)
     if checkpoints.newest > config.steps:
         raise UserError(f"--steps={config.steps}, but {config.run_dir} has come to step {checkpoints.newest} already")
+    length, size = config.batch.sequence_length, config.batch.tokens_per_step
+    before, _ = on_first_process(lambda: batch_of(Events(config.run_dir).read(), checkpoints.newest, size))
+    LOGGER.info(text.outlook_message((before + (config.steps - checkpoints.newest) * size) // length, length))
     return checkpoints
 
 
@@ -133,17 +143,17 @@ def go_back_to(step: int, config: Config, checkpoints: Saver) -> None:
     on_first_process(lambda: events.add("went_back", **asked))
 
 
-def batches_after(start: ResumePoint, built: Build, text: Text) -> StepBatches:
-    """Return the batches of the steps after `start`."""
+def batches_after(resume_point: ResumePoint, built: Build, text: Text) -> StepBatches:
+    """Return the batches of the steps after it."""
     config, shape = built.config, built.batch_shape
-    row = start.tokens // config.batch.sequence_length
+    row = resume_point.tokens // config.batch.sequence_length
     mine = local_rows(shape, built.batch_sharding)
     return StepBatches(text.train, text.mixture, config.seed, shape, mine, text.document_bos, row)
 
 
 def resume(built: Build, checkpoints: Saver, times: Times) -> ResumePoint | None:
     """Return the state and the data's position of the newest checkpoint that can be read; None without any."""
-    with times.during("restore"), limited(built.config.hang, "restoring"):
+    with times.during("restore"), io_limit(built.config.hang, "restoring"):
         restored = checkpoints.restore_newest(built.abstract_state)
     if restored is None:
         return None
@@ -154,7 +164,7 @@ def resume(built: Build, checkpoints: Saver, times: Times) -> ResumePoint | None
 
 def begin(built: Build) -> ResumePoint:
     """Return the state before step 0."""
-    with limited(built.config.hang, "making the first state"):
+    with io_limit(built.config.hang, "making the first state"):
         return ResumePoint(jax.block_until_ready(initial_state(built)))
 
 
@@ -164,12 +174,12 @@ def made_with(mesh: Mesh) -> dict[str, Any]:
     return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
 
 
-def record_start(built: Build, text: Text, changes: list[str], start: ResumePoint) -> None:
-    """Record that the run continues from `start`, the changed options, and its tokenizer."""
+def record_start(built: Build, text: Text, changes: list[str], resume_point: ResumePoint) -> None:
+    """Record that the run continues from this point, the changed options, and its tokenizer."""
     config = built.config
     facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
-    write = partial(write_start_record, config, text.fingerprint, changes, start.step, start.tokens, **facts)
-    on_first_process(write)
+    point = resume_point.step, resume_point.tokens
+    on_first_process(partial(write_start_record, config, text.fingerprint, changes, *point, **facts))
     if jax.process_index() == 0:
         text.tokenizer.save(local_path(config.run_dir) / "tokenizer")
 

@@ -26,8 +26,8 @@ BOUNDS = {
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")
 LARGE = {"Attention", "Build", "Config", "DataConfig", "GPT", "MetricsLog", "ModelConfig", "OptimizerConfig"}
 LARGE |= {"Text"}
-"""Classes of the core with more than eight attributes, or six arguments of a constructor that is written out. Their
-docstrings say why."""
+"""Classes of the core with more than eight attributes, or six arguments of a constructor that is written out: options,
+the network's parameters, and what one function makes from one config."""
 
 
 def python_files() -> list[str]:

@@ -19,7 +19,7 @@ from data.loader import RowSequence
 from data.packing import Row, learned, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import Events, batch_of, reading, storage_path
 
 AT_ONCE = 1000  # documents that are read at a time
@@ -155,7 +155,7 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
     if is_run := holds_run(path):
-        config = record_of(path)[1]
+        config = config_of_run(path)[1]
     elif Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)
         config = Config(name="dataset", data=DataConfig(path), batch=batch)

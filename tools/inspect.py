@@ -15,7 +15,7 @@ from configs.files import StorageLost, first_line, in_bucket
 from configs.schema import AnyPath, MeshConfig
 from hosts.runtime import run_command, start_jax
 from run.checkpoint import Checkpoints
-from run.folder import record_of
+from run.folder import config_of_run
 from run.record import Events, fetch_locally, scores, seconds_by_activity
 from training.build import build
 
@@ -42,7 +42,7 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    _, config = record_of(arguments.run_dir)
+    _, config = config_of_run(arguments.run_dir)
     checkpoints = Checkpoints(arguments.run_dir)
     abstract = build(replace(config, mesh=MeshConfig()), jax.devices()[:1]).abstract_state
     record, damaged = fetch_locally(arguments.run_dir), False

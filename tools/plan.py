@@ -92,7 +92,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     """Return the plan of one mesh: the most rows of at least two micro-batches that fit `limit` bytes, or the least if
     none does."""
     from tools.programs.compiled import collectives, compile_step
-    from training.build import build, line, program_bytes, row_counts, stored_bytes
+    from training.build import build, interpolate, program_bytes, row_counts, stored_bytes
     from training.mesh import sizes_of
 
     length, depth = config.batch.sequence_length, config.model.depth
@@ -126,7 +126,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
                     of[axis][of_depth][rows] += share / (MICRO_BATCHES if crossing.in_loop else 1)
 
     def extrapolated(values: dict[int, dict[int, float]], rows: int) -> float:
-        return line({of_depth: line(of_rows, rows) for of_depth, of_rows in values.items()}, depth)
+        return interpolate({of_depth: interpolate(of_rows, rows) for of_depth, of_rows in values.items()}, depth)
 
     def needs(rows: int) -> float:
         return sum(stored.values()) + extrapolated(added, rows)

@@ -22,8 +22,7 @@ SMALLER = {"model.loss_chunks": 8, "model.remat": "block"}
 
 
 class Build(NamedTuple):
-    """The mesh, sizes and programs of a config. Nothing in it is compiled or on a device yet. Nine fields, which
-    `build` makes from one config."""
+    """The mesh, sizes and programs of a config. Nothing in it is compiled or on a device yet."""
 
     config: Config
     """The config, with `model.dtype` resolved."""
@@ -113,7 +112,7 @@ def row_counts(built: Build) -> list[int]:
     return [n for n in range(share, 0, -1) if share % n == 0]
 
 
-def line(points: Mapping[int, float | int], x: int) -> float:
+def interpolate(points: Mapping[int, float | int], x: int) -> float:
     """Return the value at `x` of the line through the outermost of the points; of one point, its value."""
     low, high = min(points), max(points)
     slope = (points[high] - points[low]) / (high - low) if high > low else 0.0

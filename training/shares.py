@@ -1,4 +1,8 @@
-"""The storage of parameters on a mesh, in a share for each device, and its conversion to the network's arrays."""
+"""The storage of parameters on a mesh, in a share for each device, and its conversion to the network's arrays.
+
+Inside `jax.shard_map` JAX knows the mesh axes over which an array varies, that is, may differ between devices. A
+gradient with respect to an array that does not vary over an axis is summed over it at each use.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -177,10 +177,10 @@ def make_train_step(
     """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is sharded as `abstract_state`, and
     donated.
 
-    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate` (of
-    each group), `valid_tokens`, and `skipped_steps` (steps skipped so far: no valid token, or a gradient that is not
-    finite). With `measure`, they include its `diagnostics`. `seed`: dropout's. `deterministic`: the same bits in each
-    execution, on GPUs too.
+    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
+    (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far: no valid token, or a gradient that is
+    not finite). With `measure`, they include its `diagnostics`. `seed`: dropout's. `deterministic`: the same bits in
+    each execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     layouts, groups = parameter_layouts(config, mesh), jax.tree.leaves(parameter_groups(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from data.prepare.preparation import Preparation, prepare
-from data.prepare.record import read_record
+from data.prepare.record import read_dataset_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def main() -> int:
         raise UserError("--vocab_size is for a tokenizer that is trained here: leave it or --tokenizer out")
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, arguments.workers)
-    facts = read_record(out)
+    facts = read_dataset_json(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
     return 0
 

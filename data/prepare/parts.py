@@ -32,7 +32,7 @@ from configs.progress import progress
 from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import Encoder
-from data.prepare.record import write_record
+from data.prepare.record import write_dataset_json
 from data.prepare.selection import hash_share
 from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
@@ -140,7 +140,7 @@ def _take(made: Path, folder: Path, facts: dict) -> None:
             for suffix in (".starts.npy", ".blocks", ".bin"):
                 file.with_suffix(suffix).rename((folder / entry[side]["file"]).with_suffix(suffix))
         shards.append(entry)
-    write_record(folder, facts)
+    write_dataset_json(folder, facts)
     shutil.rmtree(made)
 
 

@@ -24,7 +24,7 @@ from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe, make_shards
-from data.prepare.record import read_record, write_record
+from data.prepare.record import read_dataset_json, write_dataset_json
 from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_tokenizer, text_lost
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer
@@ -94,9 +94,9 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, work
         raise lost(f"{out} cannot be written: {error}; the same command continues once it can") from error
 
 
-def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str) -> Path:
+def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_new_tokenizer: str) -> Path:
     """Return the dataset folder in `cache` for raw text, made once for each source, its version and options. Raise
-    UserError with the message `no_training`, if given, before a tokenizer would be trained."""
+    UserError with the message `no_new_tokenizer`, if given, before a tokenizer would be trained."""
     settings = Preparation(
         source=source,
         tokenizer=config.tokenizer,
@@ -107,8 +107,8 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
     tokenizer = config.tokenizer and find_tokenizer(config.tokenizer).sha256
     made_from = repr((FORMAT, settings, find_corpus(source, on_error="skip").version, tokenizer))
     out = cache / "datasets" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    if no_training and not tokenizer and not (out / "dataset.json").exists():
-        raise UserError(no_training)
+    if no_new_tokenizer and not tokenizer and not (out / "dataset.json").exists():
+        raise UserError(no_new_tokenizer)
     prepare(settings, out)
     return out
 
@@ -118,7 +118,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
     if is_taken and not (out / "dataset.json").exists():
         raise UserError(f"--out={out} is not empty and has no dataset (no dataset.json); choose another folder")
-    before = read_record(out)["made_from"] if (out / "dataset.json").exists() else {}
+    before = read_dataset_json(out)["made_from"] if (out / "dataset.json").exists() else {}
     is_begun = str(settings.source).startswith("hf:") and before.get("source") == settings.source
     revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
     options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
@@ -150,7 +150,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
         if corpus.conversations and (name := corpus.chat_format()):
             print(f"conversations are made of the columns of {name}: {', '.join(FORMATS[name][0])}", file=sys.stderr)
         if "tokenizer" not in facts:
-            write_record(out, facts | {"files": 0})  # this claims the folder
+            write_dataset_json(out, facts | {"files": 0})  # this claims the folder
         shutil.rmtree(out / "parts", ignore_errors=True)  # of a start that was killed
         (out / "parts").mkdir(exist_ok=True)
         parts = Path(tempfile.mkdtemp(dir=out / "parts"))  # the dying processes of that start have another
@@ -161,7 +161,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
             tokenizer.save(out / "tokenizer")
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text"}
             facts["tokenizer"] = {name: getattr(tokenizer, name) for name in ("sha256", "bos", "vocab_size")}
-            write_record(out, facts)
+            write_dataset_json(out, facts)
         sha256, threshold = facts["tokenizer"]["sha256"], facts["val_threshold"]
         recipe = Recipe(out, parts, sha256, threshold, settings.shard_tokens, settings.deduplicate)
         make_shards(recipe, corpus, files, facts, workers)
@@ -197,7 +197,7 @@ def _tokens_per_byte(tokenizer: Path) -> float:
     folder = (tokenizer if tokenizer.is_dir() else tokenizer.parent).parent
     if not (folder / "dataset.json").exists():
         return 0.0
-    facts = read_record(folder)
+    facts = read_dataset_json(folder)
     made_from = facts["made_from"]
     is_own = facts["complete"] and not made_from["tokenizer"] and not made_from.get("conversations")
     return facts["train"]["tokens"] / facts["train"]["bytes"] if is_own else 0.0
@@ -211,7 +211,7 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
         if not made:
             raise UserError(f"{corpus.source}: no document is left for `{name}`; give more text")
     skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
-    write_record(out, facts | {"skipped": dict(skipped), "complete": True})
+    write_dataset_json(out, facts | {"skipped": dict(skipped), "complete": True})
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
         total = facts["train"]["documents"] + facts["val"]["documents"] + skipped.total() - skipped[GREETING]
@@ -221,7 +221,7 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
 
 def _continued(out: Path, made_from: dict) -> dict:
     """Return dataset.json, up to the first missing shard; a new record in an empty folder."""
-    facts = read_record(out) if (out / "dataset.json").exists() else {}
+    facts = read_dataset_json(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error

@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from configs.files import write_whole
-from data.dataset_folder import damaged, load_record
+from data.dataset_folder import damaged, load_dataset_json
 
 
 class _Counts(TypedDict):
@@ -50,9 +50,9 @@ class _Complete(_WithTokenizer):
     skipped: dict[str, int]
 
 
-def read_record(folder: Path) -> dict:
+def read_dataset_json(folder: Path) -> dict:
     """Return the folder's dataset.json. Raise UserError if it cannot be read, or is not from data.prepare."""
-    facts = load_record(folder)
+    facts = load_dataset_json(folder)
     try:
         msgspec.convert(facts, _Begun)
         msgspec.convert(facts, _Complete if facts["complete"] else _WithTokenizer if facts["shards"] else _Begun)
@@ -61,6 +61,6 @@ def read_record(folder: Path) -> dict:
     return facts
 
 
-def write_record(folder: Path, facts: dict) -> None:
+def write_dataset_json(folder: Path, facts: dict) -> None:
     """Write a dataset's record atomically."""
     write_whole(folder / "dataset.json", json.dumps(facts, indent=1))

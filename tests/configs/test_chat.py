@@ -9,7 +9,7 @@ from configs.schema import UserError, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from interchange.convert import TOKENS_PER_STEP, as_config, batch_of_rows
-from run.folder import write_record
+from run.folder import write_config_json
 from tests.helpers import tiny_config
 from training.optimizer import peak_rates
 
@@ -28,7 +28,7 @@ def chat(*words):
 def base(tmp_path, monkeypatch):
     """Return a run's folder with a config and a tokenizer, which is all that configs/chat.py reads."""
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
-    write_record(tmp_path / "run/config.json", BASE, "", [])
+    write_config_json(tmp_path / "run/config.json", BASE, "", [])
     NEW.save(tmp_path / "run/tokenizer")
     return tmp_path / "run"
 
@@ -56,7 +56,7 @@ def test_rates_are_0_8_of_those_before_nanochat_s_factor_for_a_step_of_2_to_20_t
     scalar_lr is its own."""
     words = ("--config=configs/nanochat.py", "--model.depth=20", "--optimizer.x0_lambdas.peak_rate=0.3")
     pretraining, _ = parse("", argv=[*words])
-    write_record(base / "config.json", pretraining, "", [])
+    write_config_json(base / "config.json", pretraining, "", [])
     assert pretraining.batch.tokens_per_step == 2**20 and pretraining.optimizer.embed.peak_rate == 0.3 * 2**0.5
     config = chat(f"--init_from={base}")
     assert config.batch.tokens_per_step == 2**20
@@ -67,7 +67,7 @@ def test_rates_are_0_8_of_those_before_nanochat_s_factor_for_a_step_of_2_to_20_t
 
 def test_after_a_converted_network_of_unknown_rates_the_recipe_s_own_apply(base):
     converted = as_config(BASE.model, batch_of_rows(16, TOKENS_PER_STEP), True)
-    write_record(base / "config.json", converted, "", [])
+    write_config_json(base / "config.json", converted, "", [])
     config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
     assert (config.model.width, config.model.qk_scale, config.batch.sequence_length) == (32, 1.2, 16)
     assert config.batch.tokens_per_step == recipe.batch.tokens_per_step and config.optimizer == recipe.optimizer

@@ -21,7 +21,6 @@ from run.folder import RunStatus
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import folder  # noqa: F401
-from training.build import build
 from training.mesh import make_mesh
 
 SAME = {"code": "abc", "jax": "0.10.2", "data": "d", "devices": "8 x H200"}
@@ -89,7 +88,7 @@ def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monke
     monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)
     full = pytest.raises(TrainingAborted, match=r"1e-06 GB are free at .* takes 0\.000\d+ GB")
     with nullcontext() if finished == 10 else full:
-        start_module.open_folder(build(config), text, False, None, Mock())
+        start_module.claim_folder(config, text, False)
 
 
 def test_a_host_that_never_answers_ends_the_start(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def fit(asked):
     """Return the config that train.py would run with."""
     Path(asked.run_dir).mkdir(exist_ok=True)
     fitting = Fitting(asked)
-    built, _ = fitting.compile(module.build(fitting.first()), 0, Times())
+    built, _ = fitting.compile(module.build(fitting.first_config()), 0, Times())
     return built.config
 
 

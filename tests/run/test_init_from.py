@@ -13,7 +13,7 @@ from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from model.gpt import parameter_shapes
 from run.base import base_of_chat
-from run.folder import write_record
+from run.folder import write_config_json
 from run.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
 from run.record import local_path, upload
 from run.saver import Saver
@@ -31,7 +31,7 @@ OTHER = train_tokenizer(["a vocabulary of other words entirely " * 20], 272)
 
 def write_run(folder: Path, config: Config, state: TrainState) -> None:
     """Write a run that has saved this state, on the devices, after one step."""
-    write_record(folder / "config.json", config, "a text's", [])
+    write_config_json(folder / "config.json", config, "a text's", [])
     TOKENIZER.save(folder / "tokenizer")
     checkpoints = Saver(folder, CheckpointConfig())
     checkpoints.save(1, state, {"tokens": 1, "shapes": parameter_shapes(config.model)})
@@ -71,7 +71,7 @@ def test_the_first_state_is_the_network_s_with_or_without_its_moments(base, mome
 def test_options_that_keep_the_function_may_differ_and_others_not(tmp_path):
     model = replace(CONFIG.model, depth=3, window_pattern="SL", short_window=5)  # blocks see 5, all, and all positions
     config = replace(CONFIG, model=model, init_from=str(tmp_path))
-    write_record(tmp_path / "config.json", config, "", [])
+    write_config_json(tmp_path / "config.json", config, "", [])
     for options in (
         *({"loss_chunks": 4}, {"dropout": 0.1}, {"remat": "block"}, {"dtype": "bfloat16"}),
         *({"window_pattern": "SLS"}, {"window_pattern": "SLLLL"}),
@@ -93,7 +93,7 @@ def test_options_that_keep_the_function_may_differ_and_others_not(tmp_path):
 def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
     there = "gs://bucket/copied-once"
-    write_record(local_path(there) / "config.json", CONFIG, "", [])
+    write_config_json(local_path(there) / "config.json", CONFIG, "", [])
     TOKENIZER.save(local_path(there) / "tokenizer")
     upload(there)
     config = replace(CONFIG, init_from=there)
@@ -106,7 +106,7 @@ def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
 
 
 def test_moments_are_a_run_s_with_the_same_optimizer(tmp_path):
-    write_record(tmp_path / "run" / "config.json", CONFIG, "", [])
+    write_config_json(tmp_path / "run" / "config.json", CONFIG, "", [])
     config = replace(CONFIG, init_from=str(tmp_path / "run"), init_optimizer=True)
     require_moments(config)
     with pytest.raises(UserError, match=r"trained with --optimizer.matrices.kind=adamw, not muon"):

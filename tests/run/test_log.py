@@ -13,8 +13,9 @@ import pytest
 
 from configs.schema import CheckpointConfig, EvalConfig, HangConfig, LogConfig
 from hosts.runtime import TrainingAborted
-from run.log import ENOUGH, MOST_SKIPPED, Clock, MetricsLog, ResumePoint, mfu_of
+from run.log import ENOUGH, MOST_SKIPPED, Clock, MetricsLog, mfu_of
 from run.record import Times, read_metrics, seconds_by_activity
+from run.start import ResumePoint
 from tests.helpers import tiny_config
 from training.state import TrainState
 
@@ -53,7 +54,7 @@ def metrics(loss: float, skipped: int = 0, norm: float = 1.0, tokens: int = TOKE
 def feed(log: MetricsLog, losses: list[float], first: int = 1) -> None:
     for step, loss in enumerate(losses, first):
         log.step(step, metrics(loss))
-    log.read()
+    log.flush()
 
 
 def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make, tmp_path, messages):
@@ -64,8 +65,8 @@ def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make
     log.step(3, metrics(1.5))
     log.step(4, metrics(1.25))
     assert [line["step"] for line in read_metrics(tmp_path)] == [2]
-    log.read()  # before a checkpoint
-    log.read()
+    log.flush()  # before a checkpoint
+    log.flush()
     first, second = read_metrics(tmp_path)
     assert (first["step"], first["tokens"], first["loss"]) == (2, 2 * TOKENS, 2.0)
     assert second["step"] == 4 and first["epochs"] == {"text": 1.0} and first["grad_norms"]["embed"] == 0.5
@@ -79,7 +80,7 @@ def test_a_line_is_written_while_the_next_step_runs_or_when_it_is_asked_for(make
 def test_a_step_without_a_valid_token_has_no_loss(make, tmp_path, messages):
     log = make(log=LogConfig(1))
     log.step(1, metrics(0.0, skipped=1, tokens=0))
-    log.read()
+    log.flush()
     assert read_metrics(tmp_path)[0]["loss"] is None and "it has no valid token" in messages[0]
 
 
@@ -108,17 +109,17 @@ def test_skipped_steps_are_reported_with_their_reason_and_ten_in_a_row_end_the_r
     log = make(log=LogConfig(100))
     log.step(1, metrics(2.0, skipped=1, norm=float("nan")))
     log.step(2, metrics(float("nan"), skipped=2, norm=float("inf")))
-    log.read()
+    log.flush()
     assert log.skipped_in_a_row == 2 and "the gradient of matrices is not finite; 2 step(s)" in messages[1]
     assert [*log.losses] == [2.0]
     log.step(3, metrics(2.0, skipped=2))
     log.step(4, metrics(0.0, skipped=3))
-    log.read()
+    log.flush()
     assert log.skipped_in_a_row == 1 and "it has no valid token" in messages[2]
     for step in range(5, 4 + MOST_SKIPPED):
         log.step(step, metrics(float("nan"), skipped=step - 1, norm=float("nan")))
     with pytest.raises(TrainingAborted, match="10 steps in a row were skipped"):
-        log.read()
+        log.flush()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -139,7 +140,7 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     monkeypatch.setattr("run.log.end_as_hung", end)
     with make(step=20, hang=HangConfig(io_seconds=0.01)) as log:
         log.watchdog.dispatch(21)
-        with log.paused("saving", "saves"):
+        with log.saving():
             assert ended.wait(30)
     reason = "saving takes longer than 0.01 s (hang.io_seconds in the config)"
     tell.assert_called_once_with(log.config, "failure", f"a hang: {reason}", 21)

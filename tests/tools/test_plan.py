@@ -12,7 +12,7 @@ from configs import plain
 from configs.command_line import Exit, exit_code_of, parse
 from configs.schema import with_options
 from hosts.topology import machines
-from run.start import open_training
+from run.start import build_and_open_text
 from tests.helpers import tiny_config
 from tests.test_train import write_folder
 from tools import plan
@@ -51,7 +51,7 @@ def test_epochs_have_the_steps_of_train_py(tmp_path, monkeypatch):
     monkeypatch.chdir(write_folder(tmp_path))
     config, _ = parse("", argv=["--config=tiny.py", "--epochs=1.5"])
     steps = plan.with_steps(config).steps
-    assert steps == open_training(config)[0].config.steps > 0 == config.steps
+    assert steps == build_and_open_text(config)[0].config.steps > 0 == config.steps
 
 
 def test_stored_bytes_are_those_of_the_state_and_the_batch():
