@@ -2,7 +2,7 @@
 class of the core is large: make house.
 
 The closure of a command is every module of ours that it imports, imports inside functions included. What only
-`--eval.tasks` loads, by name, is not counted for train.py: nine modules with 1,376 lines.
+`--eval.tasks` loads, by name, is not counted for train.py: ten modules with 1,390 lines.
 """
 
 import ast
@@ -15,12 +15,12 @@ from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {
-    "lines outside tests": 19_078,
-    "lines of tests": 13_994,
-    "lines of train.py": 148,
-    "names that train.py imports": 30,
-    "modules that train.py needs": 50,
-    "lines that train.py needs": 10_269,
+    "lines outside tests": 19_005,
+    "lines of tests": 13_941,
+    "lines of train.py": 157,
+    "names that train.py imports": 31,
+    "modules that train.py needs": 49,
+    "lines that train.py needs": 9_347,
     "options on the command line": 70,
 }
 NOT_FOR_TRAIN = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")

@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from itertools import cycle
 from types import SimpleNamespace
 
-import jax
 import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -27,12 +26,11 @@ from data.conversation import messages_of, render
 from data.prepare.selection import add_chat_tokens, train_tokenizer
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import convert_tiktoken
-from interchange.folders import write_safetensors
+from interchange.convert import write_run
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
 from serving.text import AnswerText
 from tests.evaluation.test_engine import network
-from tests.helpers import arrays_of
 from tests.ports import free_ports
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
@@ -334,7 +332,7 @@ def handlers():
 @pytest.mark.medium
 def test_chat_py_answers_several_at_once_as_each_alone_until_it_is_asked_to_stop(tmp_path, monkeypatch, handlers):
     ours, (port,) = network(), free_ports(1)
-    write_safetensors(tmp_path / "tiny", [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
+    write_run(tmp_path / "tiny", ours.config, 1, ours.tokenizer, ours.params)
     command = ["chat.py", f"--run_dir={tmp_path}/tiny", "--serve", f"--port={port}"]
     for option in "--prompt=x", "--seed=5":
         monkeypatch.setattr(sys, "argv", [*command, option])

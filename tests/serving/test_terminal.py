@@ -6,19 +6,17 @@ import signal
 import sys
 from dataclasses import replace
 
-import jax
 import pytest
 
 import chat
-from configs.schema import UserError
+from configs.schema import UserError, with_options
 from data.conversation import render
 from evaluation.engine import Engine
 from evaluation.network import Network
-from interchange.folders import write_safetensors
+from interchange.convert import write_run
 from model.sampling import Sampling
 from serving.terminal import Terminal
 from tests.evaluation.test_engine import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
-from tests.helpers import arrays_of
 
 ASK, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]
 LETTERS = {text: TOKENIZER.encode([text])[0] for text in ("Zé€!", "xy")}
@@ -27,7 +25,8 @@ LETTERS = {text: TOKENIZER.encode([text])[0] for text in ("Zé€!", "xy")}
 def talk(monkeypatch, folder, ours: Network, *options: str, lines: str = "") -> int:
     """Return the exit code of chat.py with this network, whose user types `lines`."""
     if not folder.exists():
-        write_safetensors(folder, [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
+        config = with_options(ours.config, {"data.packing": "whole"})  # it was fine-tuned
+        write_run(folder, config, 1, ours.tokenizer, ours.params)
     monkeypatch.setattr(sys, "argv", ["chat", f"--run_dir={folder}", "--temperature=0", *options])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     return chat.main()
