@@ -101,10 +101,10 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status in an error, as gcsfs, aiohttp and the hub's client keep it, or None."""
+    """Return the HTTP status in an error, where gcsfs, aiohttp and the hub's client store it, or None."""
     response = getattr(error, "response", None)
-    kept = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
-    return next((int(str(status)) for status in kept if str(status).isdigit()), None)
+    found = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
+    return next((int(str(status)) for status in found if str(status).isdigit()), None)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -167,5 +167,5 @@ def permission_hint(error: Exception) -> str:
     """Return what to grant, if the store says which permission is missing."""
     if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
         return ""
-    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
-    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"
+    name = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
+    return f"; the account lacks {missing[0]}: grant it roles/storage.{name} on the bucket"

@@ -62,12 +62,12 @@ class Text:
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
-    def prompts(self, given: Sequence[str]) -> list[str]:
+    def prompts(self, asked: Sequence[str]) -> list[str]:
         """Return the prompts, with the beginning of a held-out document for each empty one, as far as there are any."""
         texts = [part for part in self.val if not part.chat_tokens]
         rows = (part[i * max(len(part) // FEW, 1)] for i in range(FEW) for part in texts if i < len(part))
         beginnings = filter(None, map(self._beginning, rows))
-        return [prompt or next(beginnings, "") for prompt in given]
+        return [prompt or next(beginnings, "") for prompt in asked]
 
     def _beginning(self, row: Row) -> str:
         """Return the first words of the first document that begins in a row and fills half of it, or no text."""
@@ -152,8 +152,8 @@ def open_text(
         if len(rows) < needed or not len(held_out):
             advice = "a smaller --batch.tokens_per_step or --batch.sequence_length"
             if too_long:
-                kept = ", or --data.too_long=cut" * (config.too_long == "drop")
-                advice = f"a smaller --batch.tokens_per_step, a larger --batch.sequence_length{kept}; {too_long}"
+                or_cut = ", or --data.too_long=cut" * (config.too_long == "drop")
+                advice = f"a smaller --batch.tokens_per_step, a larger --batch.sequence_length{or_cut}; {too_long}"
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
                 f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or {advice}"
@@ -194,9 +194,9 @@ def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, len
 def absolute(config: DataConfig) -> DataConfig:
     """Return the config with absolute paths of text and tokenizer, for a run's record."""
 
-    def place(name: str) -> str:
+    def absolute_path(name: str) -> str:
         anywhere = name in ("", "stdlib", "chat-stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
-    source = join_source([(share, place(name)) for share, name in split_source(config.source)])
-    return replace(config, source=source, tokenizer=place(config.tokenizer))
+    source = join_source([(share, absolute_path(name)) for share, name in split_source(config.source)])
+    return replace(config, source=source, tokenizer=absolute_path(config.tokenizer))

@@ -160,14 +160,14 @@ def _prepare_raw(*arguments: Any) -> Path:
     return result
 
 
-def _require_tokenizer(dataset: Dataset, given: str) -> None:
-    """Raise UserError if `given`, of `--data.tokenizer`, is not the dataset's tokenizer.json."""
+def _require_tokenizer(dataset: Dataset, name: str) -> None:
+    """Raise UserError if `name`, of `--data.tokenizer`, is not the dataset's tokenizer.json."""
     with suppress(UserError):  # it has another format, as tiktoken:gpt2
-        if load_tokenizer(given).sha256 == dataset.tokenizer.sha256:
+        if load_tokenizer(name).sha256 == dataset.tokenizer.sha256:
             return
     raise UserError(
-        f"{dataset.folder} has its own tokenizer, and --data.tokenizer={given} is not its tokenizer.json: leave the "
-        f"option out, give {dataset.folder}/tokenizer, or prepare the dataset again with --tokenizer={given}"
+        f"{dataset.folder} has its own tokenizer, and --data.tokenizer={name} is not its tokenizer.json: leave the "
+        f"option out, give {dataset.folder}/tokenizer, or prepare the dataset again with --tokenizer={name}"
     )
 
 

@@ -109,9 +109,9 @@ class TextTokenizer:
         write_whole(folder / "tokenizer.json", self.json)
 
 
-def load_tokenizer(place: str | Path) -> TextTokenizer:
+def load_tokenizer(name: str | Path) -> TextTokenizer:
     """Return the tokenizer in a tokenizer.json, or in a folder with one. Raise UserError if there is none."""
-    path = Path(os.path.expanduser(place))
+    path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         path = path / "tokenizer.json"
     try:
@@ -120,7 +120,7 @@ def load_tokenizer(place: str | Path) -> TextTokenizer:
     except StorageLost:
         raise
     except Exception as error:  # the library has no exception type for parse errors
-        raise UserError(f"{place}: no readable tokenizer in {path.name} ({error})") from error
+        raise UserError(f"{name}: no readable tokenizer in {path.name} ({error})") from error
     return tokenizer
 
 

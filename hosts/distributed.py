@@ -51,8 +51,8 @@ def join() -> int:
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     if os.environ.keys() & {"http_proxy", "HTTP_PROXY"} and direct != "*":
         os.environ["no_proxy"] = direct = f"{direct},{METADATA}".strip(",")
-    given = [os.environ.get(name, "") for name in GIVEN]
-    found = valid_processes(*given) if any(given) else detected_processes()
+    variables = [os.environ.get(name, "") for name in GIVEN]
+    found = valid_processes(*variables) if any(variables) else detected_processes()
     if not found or jax.distributed.is_initialized():
         return distributed.global_state.process_id
     address, processes, index = found
@@ -173,11 +173,11 @@ def exchange(what: str, value: str, channel: str = "") -> list[str]:
     client.key_value_set(f"{name}/{state.process_id}", value)
     if state.process_id > 0:  # the first gathers them, so that the requests grow with the processes, not their square
         return json.loads(_wait_for(client, f"{name}/all", what))
-    given: dict[str, str] = {}
-    while missing := [i for i in range(state.num_processes) if f"{name}/{i}" not in given]:
+    answers: dict[str, str] = {}
+    while missing := [i for i in range(state.num_processes) if f"{name}/{i}" not in answers]:
         _wait_for(client, f"{name}/{missing[-1]}", f"{what} of process {missing[-1]}")
-        given = dict(client.key_value_dir_get(f"{name}/"))  # all that are there, in one request
-    values = [given[f"{name}/{i}"] for i in range(state.num_processes)]
+        answers = dict(client.key_value_dir_get(f"{name}/"))  # all that are there, in one request
+    values = [answers[f"{name}/{i}"] for i in range(state.num_processes)]
     client.key_value_set(f"{name}/all", json.dumps(values))
     client.key_value_delete(f"{EXCHANGES}{channel}/{number - 1}")  # all have come here, so they have read it
     return values

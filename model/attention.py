@@ -53,10 +53,10 @@ class Places(NamedTuple):
     def see(self, keys: "Places", window: int | None) -> Bool[Array, "#batch 1 length keys"]:
         """Return the mask of keys that the queries at these places see."""
         distance = self.positions[:, None] - keys.positions
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         if self.segment_ids is None or keys.segment_ids is None:
-            return seen[None, None]
-        return (seen & (self.segment_ids[:, :, None] == keys.segment_ids[:, None]))[:, None]
+            return visible[None, None]
+        return (visible & (self.segment_ids[:, :, None] == keys.segment_ids[:, None]))[:, None]
 
 
 def attend(
@@ -67,19 +67,20 @@ def attend(
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
     layer: int = 0,
-    own: bool = False,
+    own_kernel: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
     """Return softmax attention of scaled queries. It is causal, or with `positions` of the queries attends to all keys
     up to them. With `segment_ids` it stays within a segment; with `window`, within this many positions back. `layer`
     never changes the result (`cudnn_attention`).
 
-    `model.kernels.attention_kernel` chooses the kernel, with `own` perhaps ours; a cache is read by plain products.
+    `model.kernels.attention_kernel` chooses the kernel, with `own_kernel` perhaps ours. A cache is read by plain
+    products.
     """
     if positions is not None:
         cached = Places(jnp.arange(k.shape[1]), None)
         return plain_attention(q, k, v, Places(positions, None).see(cached, window))
     length, documents = q.shape[1], segment_ids is not None
-    kernel = attention_kernel(platform(), compute_capability(), q.dtype.name, length, q.shape[3], documents, own)
+    kernel = attention_kernel(platform(), compute_capability(), q.dtype.name, length, q.shape[3], documents, own_kernel)
     if kernel == "splash":
         return splash_attention(q, k, v, segment_ids, window)
     if kernel == "cudnn":
@@ -108,18 +109,18 @@ def plain_attention(
     q: Float[Array, "batch length heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
-    seen: Bool[Array, "#batch 1 length keys"],
+    visible: Bool[Array, "#batch 1 length keys"],
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Return `softmax(q k) v` over the keys `seen`, at least one for each query. It passes over the matrix of scores
+    """Return `softmax(q k) v` over the keys `visible`, at least one for each query. It passes over the matrix of scores
     few times: rows are divided by their sums after the product with v, and one matrix is kept. As in model/layers.py,
     `_plain_forward` is the plain expression."""
-    return _plain_forward(q, k, v, seen)[0]
+    return _plain_forward(q, k, v, visible)[0]
 
 
-def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tuple[Array, ...]]:
+def _plain_forward(q: Array, k: Array, v: Array, visible: Array) -> tuple[Array, tuple[Array, ...]]:
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    scores = jnp.where(visible[:, :, None], scores, -jnp.inf)
     shares = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     sums = jnp.sum(shares, axis=-1).transpose(0, 3, 1, 2)[..., None]  # [batch, length, kv_heads, group, 1]
     shares = shares.astype(v.dtype)
@@ -267,15 +268,17 @@ class Attention(nnx.Module):
         k: Array = rotate_and_norm(all_gather_shared_head(self.key(x), self.kv_heads), angles, self.qk_scale)
         v: Array = self.value(x)
         if hasattr(self, "value_embedding"):
-            first, own = own_heads(self.kv_heads)
-            kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
+            first, count = own_heads(self.kv_heads)
+            kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, count, axis=1)
             gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
             v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(v.shape)
         v = saved(all_gather_shared_head(v, self.kv_heads))
         if cache is not None:
             cache = LayerCache(*(write(old, new, positions) for old, new in zip(cache, (k, v))))
         if cache is None or positions is None:  # nothing came before
-            y = attend(q, k, v, segment_ids=segment_ids, window=self.window, layer=self.layer, own=self.own_kernel)
+            y = attend(
+                q, k, v, segment_ids=segment_ids, window=self.window, layer=self.layer, own_kernel=self.own_kernel
+            )
         elif positions.ndim == 2:
             y = attend_to_cache(q, cache, positions, self.window)
         else:

@@ -39,16 +39,16 @@ def attend_to_cache(
     def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, y = sums
         start = jnp.minimum(i * size, capacity - size)
-        keys, values = (jax.lax.dynamic_slice_in_dim(kept, start, size, axis=2) for kept in cache)
+        keys, values = (jax.lax.dynamic_slice_in_dim(stored, start, size, axis=2) for stored in cache)
         places = start + jnp.arange(size)
         distance = positions[:, None, None, :, None] - places
-        seen = (distance >= 0) & (distance <= (capacity if window is None else window)) & (places >= i * size)
+        visible = (distance >= 0) & (distance <= (capacity if window is None else window)) & (places >= i * size)
         scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, lowest)
+        scores = jnp.where(visible, scores, lowest)
         higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
+        shares, correction = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
         new = jnp.einsum("bkgts,bksd->bkgtd", shares.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return higher, total * kept + jnp.sum(shares, axis=-1), y * kept[..., None] + new
+        return higher, total * correction + jnp.sum(shares, axis=-1), y * correction[..., None] + new
 
     none = jnp.zeros((batch, kv_heads, grouped.shape[3], length), jnp.float32)
     sums = varying_as(q, (none + lowest, none, jnp.zeros((*none.shape, head_dim), jnp.float32)))

@@ -58,8 +58,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
-        place = 2 * self.attention.layer
-        y = dropout(y, self.dropout, inputs.dropout_keys, place)
+        number = 2 * self.attention.layer
+        y = dropout(y, self.dropout, inputs.dropout_keys, number)
         if "add_and_norm" in self.kernels and (device := norm_kernel(platform(), x.shape[2])):
             from model.fused import add_and_norm  # here: it needs Pallas
 
@@ -67,7 +67,7 @@ class Block(nnx.Module):
         else:
             x = x + y
             normed = rms_norm(x)
-        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, place + 1), cache
+        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, number + 1), cache
 
 
 @jax.custom_vjp
@@ -167,9 +167,9 @@ class GPT(nnx.Module):
         first, middle, grown = x, x, []
         for i, block in enumerate(self.blocks):
             if config.resid_lambdas or config.x0_lambdas:
-                kept = self.resid_lambdas.times(i, x) if config.resid_lambdas else x
+                scaled = self.resid_lambdas.times(i, x) if config.resid_lambdas else x
                 added = self.x0_lambdas.times(i, first) if config.x0_lambdas else 0
-                x = (kept + added).astype(self.dtype)
+                x = (scaled + added).astype(self.dtype)
             apply = rematerialized(block, config.remat, self.dtype)
             x, layer_cache = apply(x, inputs, cache.layers[i] if cache else None)
             grown.append(layer_cache)
@@ -270,8 +270,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     PaLM (arXiv:2204.02311, appendix B) and nanochat count in the same way, so MFU is comparable.
     """
     products = sum(count * parameter.size for parameter, count in kinds(config) if parameter.product)
-    seen = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]
-    return 6 * products + 12 * config.heads * config.head_dim * sum(seen)
+    windows = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]
+    return 6 * products + 12 * config.heads * config.head_dim * sum(windows)
 
 
 @cache

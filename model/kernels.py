@@ -33,9 +33,10 @@ def has_bfloat16(platform: str, capability: float) -> bool:
 
 
 def attention_kernel(
-    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool, own: bool = False
+    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool, own_kernel: bool = False
 ) -> Kernel:
-    """Return the kernel for rows of `length` positions, with `documents` masked or not. `own` prefers ours to cuDNN's.
+    """Return the kernel for rows of `length` positions, with `documents` masked or not. `own_kernel` prefers ours to
+    cuDNN's.
 
     `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
     Hopper and later. It would need a document mask as a matrix [batch, 1, length, length], or packed sequences. Their
@@ -47,7 +48,7 @@ def attention_kernel(
         largest = 256 if capability >= 9 else 128 if capability >= 8 else 0
         fits = head_dim % 8 == 0 and head_dim <= largest and length >= SHORTEST_FOR_CUDNN
         halves = dtype in ("bfloat16", "float16")
-        if own and HAS_PALLAS and fits and halves and 9 <= capability < 10 and head_dim in (64, 128):
+        if own_kernel and HAS_PALLAS and fits and halves and 9 <= capability < 10 and head_dim in (64, 128):
             return "hopper"
         return "cudnn" if fits and halves and not documents else "blocks"
     return "plain" if length <= KEPT else "blocks"

@@ -193,16 +193,16 @@ def segment_sum(
     first, last = numbers[:, 0], numbers[:, -1]
     before = jnp.tril(first[:, None] == last[None, :], k=-1).astype(jnp.float32)
     carried = jnp.einsum("bc,cw->bw", before, sums[:, -1], precision=exact)
-    # The place of each number's last row, which has its sum. None is written twice, so their order does not matter.
+    # The position of each number's last row, which has its sum. None is written twice, so their order does not matter.
     here = jnp.arange(len(number))
     ends = jnp.append(number[1:] != number[:-1], True)
-    place = (
+    last_row = (
         jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
     )
-    result = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
-        (first[place // SEGMENT_BLOCK] == jnp.arange(segments))[:, None], carried[place // SEGMENT_BLOCK], 0
+    result = sums.reshape(-1, rows.shape[1])[last_row] + jnp.where(
+        (first[last_row // SEGMENT_BLOCK] == jnp.arange(segments))[:, None], carried[last_row // SEGMENT_BLOCK], 0
     )
-    return jnp.where((place >= 0)[:, None], result, 0)
+    return jnp.where((last_row >= 0)[:, None], result, 0)
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
@@ -260,14 +260,14 @@ class Embedding(nnx.Module):
 
 
 def dropout(
-    x: Float[Array, "batch length width"], rate: float, keys: Key[Array, "batch"] | None, place: int
+    x: Float[Array, "batch length width"], rate: float, keys: Key[Array, "batch"] | None, number: int
 ) -> Float[Array, "batch length width"]:
     """Return x with a share `rate` of its elements set to zero and the others divided by `1 - rate`; without `keys`, x.
-    A row's mask is a function of its key and of `place`, the number of this dropout in the network."""
+    A row's mask is a function of its key and of this dropout's `number` in the network."""
     if keys is None:
         return x
-    kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:]))(keys)
-    return jnp.where(kept, x / (1 - rate), 0)
+    mask = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(mask, x / (1 - rate), 0)
 
 
 class Scalars(nnx.Module):

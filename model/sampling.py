@@ -51,8 +51,8 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
         def uniform(seed: int | Array, position: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
 
-        place = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
-        return place_in(shares, place)
+        point = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
+        return token_at(shares, point)
 
     likeliest = jnp.argmax(logits, axis=1)
     draws = jax.lax.cond(jnp.any(hot), drawn, lambda: likeliest)
@@ -79,15 +79,15 @@ def threshold(
     return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros_like(order[:, :1]))
 
 
-def place_in(shares: Float[Array, "rows vocab"], places: Float[Array, "rows"]) -> Int[Array, "rows"]:
-    """Return the token at each place, if tokens follow each other with their shares as lengths. It is also found bit by
+def token_at(shares: Float[Array, "rows vocab"], points: Float[Array, "rows"]) -> Int[Array, "rows"]:
+    """Return the token at each point, if tokens follow each other with their shares as lengths. It is also found bit by
     bit. Sums of fewer tokens have the same order, so no token with an empty share is chosen."""
     vocab = shares.shape[1]
     token, most = jnp.arange(vocab), 1 << (vocab - 1).bit_length()
 
     def with_bit(i: Array, low: Array) -> Array:
         high = low + (most >> (i + 1))
-        return jnp.where(sums(jnp.where(token < high, shares, 0)) <= places[:, None], high, low)
+        return jnp.where(sums(jnp.where(token < high, shares, 0)) <= points[:, None], high, low)
 
     return jax.lax.fori_loop(0, most.bit_length() - 1, with_bit, jnp.zeros_like(shares[:, :1], int))[:, 0]
 

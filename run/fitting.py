@@ -82,12 +82,12 @@ class Fitting:
         text = json.dumps([devices[0].device_kind, len(devices), sizes])
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices and sizes that a choice is for."""
-        self.kept: int = on_first_process(self._read)
+        self.earlier_rows: int = on_first_process(self._read)
         """The rows that an earlier start chose; 0 if there is none."""
 
     def first_config(self) -> Config:
         """Return the config with an earlier start's choice, or with one row."""
-        return with_options(self.asked, {ROWS: self.kept or 1}) if self.auto else self.asked
+        return with_options(self.asked, {ROWS: self.earlier_rows or 1}) if self.auto else self.asked
 
     @refuse_what_does_not_fit()
     def compile(self, built: Build, step: int, times: Times) -> tuple[Build, TrainSteps]:
@@ -108,7 +108,7 @@ class Fitting:
                 best = built, steps
             needs = f"a device needs {tried[rows] / GIB:.3g} of {self.limit / GIB:.3g} GiB" if steps else "refused"
             LOGGER.info(f"--{ROWS}={rows}: {needs}; {'it fits' if fits else 'it does not fit'}")
-            if rows != self.kept:
+            if rows != self.earlier_rows:
                 rows = self._next(built, tried)
             elif fits:  # as an earlier start chose
                 break
@@ -120,7 +120,7 @@ class Fitting:
                 f"not one row fits the device's memory, of which {self.limit / GIB:.3g} GiB may be taken. {smaller} "
                 "takes less, and --mesh.fsdp=N divides the state among N devices"
             )
-        if (rows := best[0].config.batch.rows) != self.kept:
+        if (rows := best[0].config.batch.rows) != self.earlier_rows:
             on_first_process(lambda: self._record(step, rows))
         return best
 
@@ -180,8 +180,8 @@ class Fitting:
 
 def too_large() -> str:
     """Return a message that a step does not fit the devices, with the command that plans what would fit."""
-    given = shlex.join(word for word in sys.argv[1:] if not word.startswith("--accept"))
+    words = shlex.join(word for word in sys.argv[1:] if not word.startswith("--accept"))
     return (
         f"the step needs more memory than a {jax.devices()[0].device_kind} has. What would fit: "
-        f"python -m tools.plan {given} --topology=DEVICE:{jax.device_count()} (hosts/machines.toml names the devices)"
+        f"python -m tools.plan {words} --topology=DEVICE:{jax.device_count()} (hosts/machines.toml names the devices)"
     )

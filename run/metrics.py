@@ -62,11 +62,11 @@ class MetricsWriter:
         self.waiting: list[dict] = []
         """Lines that the disk had no room for."""
         # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
-        kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        lines = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         self.tensorboard: TensorBoard | None = None
         self.wandb = wandb() if wandb else None
-        self._show(kept)
+        self._show(lines)
 
     def write(self, line: dict) -> None:
         """Write one line, with the time: a logged step, an evaluation with its samples, or a change of the config.

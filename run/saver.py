@@ -233,18 +233,18 @@ class Saver(Checkpoints):
     def _old(self, steps: list[int]) -> list[int]:
         """Return those of `steps` to delete: all but the newest, every n-th, and the best by bits per byte."""
         every = self.config.keep_every
-        kept = {*steps[-self.config.keep :], *(step for step in steps if every and step % every == 0)}
+        keep = {*steps[-self.config.keep :], *(step for step in steps if every and step % every == 0)}
         # NaN is not a score: it would be the best.
         scored = [step for step in steps if math.isfinite(self.scores.get(step, math.nan))]
         if scored:
-            kept.add(min(reversed(scored), key=self.scores.__getitem__))
-        return [step for step in steps if step not in kept]
+            keep.add(min(reversed(scored), key=self.scores.__getitem__))
+        return [step for step in steps if step not in keep]
 
     def _move_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
         """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
         folder is next to `checkpoints` itself, not next to a link to it: a rename does not cross disks."""
-        own = self.folder if in_bucket(self.folder) else epath.Path(Path(self.folder).resolve())
-        target = own.parent / name
+        folder = self.folder if in_bucket(self.folder) else epath.Path(Path(self.folder).resolve())
+        target = folder.parent / name
         target.mkdir(exist_ok=True)
         if in_bucket(self.folder):
             (target / "README").write_text("Checkpoints that are not used.")  # a bucket has no empty folders

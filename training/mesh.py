@@ -207,4 +207,4 @@ def resized(x: Any, shape: Sequence[int]) -> Any:
     if x.shape == tuple(shape):
         return x
     x = x[tuple(map(slice, shape))]
-    return jnp.pad(x, [(0, size - given) for size, given in zip(shape, x.shape)])
+    return jnp.pad(x, [(0, size - length) for size, length in zip(shape, x.shape)])

@@ -114,7 +114,7 @@ def gradient_sums(
     gradients = reduce_scatter_data(gradients, layouts)
     loss, tokens = psum((loss, tokens), BATCH_AXES)
     # One cell of the squares' [data, fsdp, tensor].
-    return StepSums(loss, tokens, gradients, jax.tree.map(lambda kept: kept[None, None, None], squares))
+    return StepSums(loss, tokens, gradients, jax.tree.map(lambda sums: sums[None, None, None], squares))
 
 
 def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dict) -> Squares:

@@ -105,7 +105,7 @@ def test_with_every_switch_on_runs_are_exact_and_continue_with_the_same_bits(mon
 
 
 def test_where_it_runs():
-    kernel = partial(attention_kernel, own=True)
+    kernel = partial(attention_kernel, own_kernel=True)
     assert kernel("cuda", 9.0, "bfloat16", 2048, 128, True) == "hopper"
     assert (
         kernel("cuda", 9.0, "bfloat16", 2048, 256, False) == kernel("gpu", 10.0, "bfloat16", 64, 128, False) == "cudnn"

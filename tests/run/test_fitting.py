@@ -117,12 +117,12 @@ def test_a_choice_is_kept_with_the_run_for_such_devices_as_long_as_it_fits(asked
     limit(monkeypatch, 4200)
     first = fit(asked)
     compiled.clear()
-    assert fit(asked) == first and compiled == [first.batch.rows] == [Fitting(asked).kept]
+    assert fit(asked) == first and compiled == [first.batch.rows] == [Fitting(asked).earlier_rows]
     limit(monkeypatch, 2000)
-    assert fit(asked).batch.rows == 8 and compiled[1:] == [32, 1, 8] and Fitting(asked).kept == 8
-    assert not Fitting(with_options(asked, {"model.depth": 2})).kept
+    assert fit(asked).batch.rows == 8 and compiled[1:] == [32, 1, 8] and Fitting(asked).earlier_rows == 8
+    assert not Fitting(with_options(asked, {"model.depth": 2})).earlier_rows
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
-    assert not Fitting(asked).kept
+    assert not Fitting(asked).earlier_rows
 
 
 def test_all_processes_choose_what_fits_the_smallest_device(asked, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(aske
     monkeypatch.setattr(jax, "process_index", lambda: 3)
     with pytest.raises(StartAgain, match="rows_per_device=16"), fitting.fewer_rows_if_out_of_memory(built):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-    assert fitted(asked.run_dir) == [16] and Fitting(asked).kept == 16
+    assert fitted(asked.run_dir) == [16] and Fitting(asked).earlier_rows == 16
 
 
 @pytest.fixture
