@@ -101,6 +101,8 @@ def main() -> int:
     else:
         bits = scores(folder)
         tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
+        if not config_of_run(arguments.run_dir)[0]["dataset"]:  # it was converted
+            tokens = None
         card = model_card(config, step, tokens, bits.get(step), arguments.license, converses(config, tokenizer))
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}")
@@ -136,16 +138,16 @@ def read_in_shards(
     return config, step, map(read, shards)
 
 
-def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, license: str, chat: bool) -> str:
-    """Return the model card of a network after `step` steps on `tokens` tokens. `chat`: it was trained on
-    conversations. `license`: Hugging Face's name; empty: not stated."""
+def model_card(config: Config, step: int, tokens: int | None, val_bpb: float | None, license: str, chat: bool) -> str:
+    """Return the model card of a network after `step` steps on `tokens` tokens; None: its text is not known. `chat`: it
+    was trained on conversations. `license`: Hugging Face's name; empty: not stated."""
     model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
     bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
     rows = {
         "parameters": f"{parameters:,} ({model.depth} blocks of width {model.width}, {model.vocab_size:,} tokens)",
         "row": f"{config.batch.sequence_length:,} tokens",
-        "training text": text_name(config.data.source),
-        "trained on": f"{tokens:,} tokens, {step:,} steps",
+        "training text": "not known" if tokens is None else text_name(config.data.source),
+        "trained on": "not known" if tokens is None else f"{tokens:,} tokens, {step:,} steps",
         "bits per byte": bits,
         "license": license or "not stated: ask whoever trained it, and see the training text's",
     }

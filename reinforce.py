@@ -36,8 +36,8 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
         return ending.already_complete(built.config, status.changes)
     built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
     config = built.config
-    common = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}  # facts of every checkpoint
-    common |= {"shapes": parameter_shapes(config.model)}
+    run_facts = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}  # in every checkpoint
+    run_facts |= {"shapes": parameter_shapes(config.model)}
 
     resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     rollouts = Rollouts(built, task, questions.tokenizer, resume_point.state.params)
@@ -75,12 +75,12 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
             log.step(step, {**metrics, **figures})
             profile.after(step, state)
 
-            train.save_if_due(step, state, checkpoints, log, common)
+            train.save_if_due(step, state, checkpoints, log, run_facts)
             train.evaluate_if_due(step, state.params, rollouts, log, stop)
         log.flush()
         stopped = stop.agreed()
         with log.saving():
-            checkpoints.save_last(step, state, {**log.facts(step), **common})
+            checkpoints.save_last(step, state, {**log.facts(step), **run_facts})
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)

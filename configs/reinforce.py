@@ -1,6 +1,6 @@
 """Improves a network that answers, by reinforcement: python reinforce.py --config=configs/reinforce.py --init_from=RUN
 
-RUN is one of configs/chat.py, or another network with the tokens of conversations. Its network, row, tokenizer and
+RUN is one of configs/chat.py, or another with the tokens of conversations. Its network, row, tokenizer and
 optimizer are followed, as configs/chat.py does, but for the rates and the moments.
 
 The recipe is nanochat's chat_rl: 0.05 of pretraining's rates, which fall to 0, and no weight decay.
@@ -24,7 +24,7 @@ def get_config() -> Config:
 
 
 def derive(config: Config, given: set[str]) -> Config:
-    """Return the config for the network in `init_from`. Raise UserError if it is empty or has no network."""
+    """Return the config for the run in `init_from`. Raise UserError if it is empty or no run."""
     if not config.init_from:
         raise UserError(
             "--init_from is missing: configs/reinforce.py improves a network that answers; --init_from=runs/chat is "

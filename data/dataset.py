@@ -113,7 +113,7 @@ def read_source(source: str) -> tuple[list[str], list[Fraction]]:
     parts = split_source(source)
     shares = {name: Fraction(share or 1) for share, name in parts}
     if min(shares.values()) <= 0:
-        raise UserError(f"--data.source={source}: {NEEDS_SHARES}, above 0")
+        raise UserError(f"--data.source={source}: a share must be above 0; {NEEDS_SHARES}")
     if len(shares) < len(parts):
         raise UserError(f"--data.source={source}: a dataset is named twice: give it the sum of its shares")
     total = sum(shares.values())

@@ -150,7 +150,7 @@ def _prepare_raw(*arguments: Any) -> Path:
     # -P: a user's own folder `data` is not imported.
     command = [sys.executable, "-P", "-m", "data.prepare.raw", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # If this command is interrupted, `run` ends the process.
+    # If this command is interrupted, `run` kills the process, and its workers end by themselves.
     ended = subprocess.run(command, input=pickle.dumps(arguments), stdout=subprocess.PIPE, env=environment)
     if ended.returncode:
         raise RuntimeError(f"the preparation of {arguments[0]} ended with code {ended.returncode}")

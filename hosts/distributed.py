@@ -218,7 +218,7 @@ def on_first_process(function: Callable[[], Any]) -> Any:
     if jax.process_count() == 1:
         return function()
     answer = on_every_process("an answer", lambda: json.dumps(function()) if jax.process_index() == 0 else "")
-    return json.loads(exchange("an answer", answer)[0])
+    return json.loads(exchange("the first process's answer", answer)[0])
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:

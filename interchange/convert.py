@@ -9,6 +9,7 @@ export.py.
 import json
 import math
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,12 @@ from training.build import build
 from training.optimizer import path_name
 from training.state import split_model
 
-OURS = ("nanochat", "tokensum")
-"""Architectures that our network computes, as config.json names them."""
-TOKENS_PER_STEP, TOKENS_AT_A_TIME = 2**19, 2**14
-"""Tokens of the run's step, as configs/chat.py has, and of a micro-batch on one device."""
+ARCHITECTURES = ("nanochat", "tokensum")
+"""Those that our network computes, as config.json names them."""
+TOKENS_PER_STEP = 2**19
+"""Tokens of the run's step, as configs/chat.py has."""
+TOKENS_PER_DEVICE = 2**14
+"""Tokens of a micro-batch on one device."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Arguments:
     out: FilePath
     """The run's folder, a new one."""
     tokenizer: FilePath = ""
-    """Folder of the network's tokenizer, if the source has none."""
+    """The network's tokenizer, if the source has none: a tokenizer.json, a tokenizer.pkl, or a folder with one."""
+    chat: bool = False
+    """The network was trained on conversations. A chat template, and nanochat's folders, say so themselves."""
 
 
 def main() -> int:
@@ -67,16 +72,25 @@ def main() -> int:
     source, out = Path(arguments.source), Path(arguments.out)
     if os.path.exists(out):
         raise UserError(f"--out={out} exists already; give a new folder")
-    home = Path(arguments.tokenizer) if arguments.tokenizer else tokenizer_in(source)
-    if home is None:
-        raise UserError(f"{source} has no tokenizer: give its folder as --tokenizer")
+    if not formats.newest_checkpoint(source) and not any(source.glob("*.safetensors")):
+        raise UserError(f"{source} holds no network: no *.safetensors or model_*.pt; a run needs no conversion")
+    home = arguments.tokenizer or tokenizer_in(source)
+    if not home:
+        raise UserError(f"{source} has no tokenizer: give one as --tokenizer")
     tokenizer = find_tokenizer(home)
     start_jax()
     step, config, params = read_network(source)
+    if arguments.chat:
+        config = with_options(config, {"data.packing": "whole"})
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer in {home} has {tokenizer.vocab_size:,} tokens, and the network {config.model.vocab_size:,}"
+        )
     write_run(out, config, step, tokenizer, params)
     print(
-        f"{sum(parameter_counts(config.model).values()):,} parameters of {source} are the run {out}, step {step}: "
-        f"--init_from={out} trains from it, and --run_dir={out} evaluates it"
+        f"{sum(parameter_counts(config.model).values()):,} parameters of {source} are the run {out}, step {step}\n"
+        f"train from it: python train.py --config=FILE --init_from={out}\n"
+        f"evaluate it:   python evaluate.py --run_dir={out} --source=PATH"
     )
     return 0
 
@@ -119,7 +133,7 @@ def read_network(source: Path) -> tuple[int, Config, dict]:
 def batch_of_rows(length: int, tokens_per_step: int) -> BatchConfig:
     """Return the sizes of a step of rows of `length` tokens."""
     rows = max(tokens_per_step // length, 1)
-    return BatchConfig(length, rows * length, math.gcd(rows, max(1, TOKENS_AT_A_TIME // length)))
+    return BatchConfig(length, rows * length, math.gcd(rows, max(1, TOKENS_PER_DEVICE // length)))
 
 
 def of_checkpoint(checkpoint: Path) -> Config:
@@ -145,9 +159,9 @@ def of_hf(folder: Path) -> Config:
         kind = theirs.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if kind not in OURS:
+    if kind not in ARCHITECTURES:
         raise UserError(
-            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); "
+            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(ARCHITECTURES)}); "
             f"lm-evaluation-harness measures it by itself: lm_eval --model hf --model_args pretrained={folder}"
         )
     try:
@@ -177,14 +191,23 @@ def as_config(model: ModelConfig, batch: BatchConfig, chat: bool) -> Config:
 
 
 def write_run(out: Path, config: Config, step: int, tokenizer: TextTokenizer, params: dict) -> None:
-    """Write a run with one checkpoint of these parameters. Its config.json comes last: without it, there is no run."""
+    """Write a run with one checkpoint of these parameters, under another name until it is complete. Raise UserError if
+    it cannot be written."""
     config = replace(config, name=out.name, run_dir=str(out), steps=step)
     built = build(replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
     state = built.create_state()._replace(params=params, step=jnp.int32(step))
-    tokenizer.save(out / "tokenizer")
-    saver = Saver(out, CheckpointConfig())
-    saver.save_last(step, state, {"tokens": 0, "shapes": parameter_shapes(config.model)})
-    write_config_json(out / "config.json", config, "", [])
+    facts = {"tokens": 0, "seconds": 0.0, "losses": [], "shapes": parameter_shapes(config.model)}
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # from a conversion that was killed
+        tokenizer.save(partial / "tokenizer")
+        Saver(partial, CheckpointConfig()).save_last(step, state, facts)
+        write_config_json(partial / "config.json", config, "", [])
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -65,12 +65,12 @@ class RunLock:
 
     def _leave_nothing(self) -> None:
         """Delete what a refused start made, if the run has no step, and so nothing worth keeping."""
-        folder = self.path.parent
+        folder, record = self.path.parent, self.path.with_name("config.json")
         logged = (folder / "metrics.jsonl").exists() or saved_up_to(Events(folder).read())
-        if (folder / "config.json").exists() and not logged and not finished_steps(self.run_dir):
+        if is_of_a_run(record) and not logged and not finished_steps(self.run_dir):
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
-        if not (folder / "config.json").exists():
+        if not is_of_a_run(record):
             self.path.unlink()
             for path in (folder / "checkpoints", folder, folder.parent):
                 with suppress(OSError):  # not there, or not empty
@@ -144,12 +144,12 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
     """
     folder = local_path(config.run_dir)
     record = folder / "config.json"
-    if not record.exists():
+    if not is_of_a_run(record):
         # A start that ended while it claimed the folder may leave these, and a preflight its file.
         harmless = {"lock", f"{record.name}.partial", ".preflight-0", "on_event.log"}
         harmless |= {path.name for path in folder.glob("traceback-*.txt")}
         if {path.name for path in folder.iterdir()} - harmless:
-            raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
+            raise UserError(f"--run_dir={folder} is not empty and holds no run; choose another folder")
     events = Events(folder).read()
     # Steps only in the metrics: a run before its first checkpoint, or a version without events.
     logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
@@ -178,6 +178,16 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
         )
     saved = saved_up_to(events) if events else logged
     return RunStatus(changes, _finished(folder), saved)
+
+
+def is_of_a_run(record: Path) -> bool:
+    """Return whether a config.json is there, and a run's, perhaps damaged: other programs have such files, too."""
+    try:
+        return "config" in json.loads(record.read_text())
+    except ValueError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _finished(folder: Path) -> int:
@@ -217,9 +227,10 @@ def config_of_run(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = fetch_locally(run_dir) / "config.json"
     if any(record.parent.glob("*.safetensors")) or any(record.parent.glob("model_*.pt")):
+        source = "FOLDER, of a copy here" if in_bucket(run_dir) else run_dir
         raise UserError(
-            f"{run_dir} holds a network, not a run: python -m interchange.convert --source={run_dir} --out=runs/NAME "
-            "makes a run of it"
+            f"{run_dir} holds a network, not a run; make one of it: python -m interchange.convert --out=runs/NAME "
+            f"--source={source}"
         )
     if not record.is_file():
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))

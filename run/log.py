@@ -136,8 +136,8 @@ class MetricsLog:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Pause the limit on steps: a save has its own. Its time counts as training's, since training mostly continues
-        while it is written."""
+        """Pause the limit on steps: a save has its own. The clock of training continues: mostly training does, too,
+        while a checkpoint is written."""
         with self.watchdog.paused("saving"), self.times.during("saves"):
             yield
 

@@ -78,7 +78,7 @@ class Saver(Checkpoints):
         one is complete. Raise TrainingAborted if the run's folder was deleted, if a parameter is not finite, or after
         ten failures in a row.
         """
-        # A network that interchange/convert.py writes has no config.json yet, and none in its facts.
+        # Only a run in progress has its config in the facts.
         if "config" in facts and not on_first_process((local_path(self.run_dir) / "config.json").exists):
             raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
         if holder := on_first_process(lambda: other_writer(self.run_dir)):

@@ -28,6 +28,7 @@ import tools.inspect as inspect_run
 import train
 from configs.command_line import Exit
 from configs.schema import UserError
+from data.prepare.selection import train_tokenizer
 from hosts.runtime import run_command
 from interchange import convert
 from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
@@ -230,7 +231,7 @@ def test_an_exported_and_converted_network_is_evaluated_like_its_run(folder, unt
     assert export.main() == 0
     for command in "sample", "evaluate":
         assert run(command, monkeypatch, "--run_dir=published") == 2
-        assert "python -m interchange.convert --source=published" in capsys.readouterr().err
+        assert "python -m interchange.convert --out=runs/NAME --source=published" in capsys.readouterr().err
     assert run("convert", monkeypatch, "--source=published", "--out=converted") == 0
     results = []
     for of in "untouched", "converted":
@@ -245,8 +246,16 @@ def test_an_exported_and_converted_network_is_evaluated_like_its_run(folder, unt
     assert all(low < 1e-6 and high > -1e-6 for low, high in (of["against"]["interval"] for of in (ours, theirs)))
     assert run("evaluate", monkeypatch, "--run_dir=converted") == 2
     assert "converted has no text of its own" in capsys.readouterr().err
-    assert run("convert", monkeypatch, "--source=published", "--out=converted") == 2
-    assert "converted exists already" in capsys.readouterr().err
+    assert run("export", monkeypatch, "--run_dir=converted", "--out=published again") == 0
+    assert "| training text | not known |" in (folder / "published again/README.md").read_text()
+    (folder / "words").mkdir()
+    (folder / "words/tokenizer.json").write_text(train_tokenizer([(ROOT / "tests/words.txt").read_text()], 320).json)
+    for words, says in (
+        (("--source=published", "--out=converted"), "converted exists already"),
+        (("--source=untouched", "--out=more"), "untouched holds no network"),
+        (("--source=published", "--tokenizer=words", "--out=more"), "tokens, and the network 300"),
+    ):
+        assert run("convert", monkeypatch, *words) == 2 and says in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch, capfd):

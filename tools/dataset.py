@@ -155,7 +155,9 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
     if is_run := holds_run(path):
-        config = config_of_run(path)[1]
+        facts, config = config_of_run(path)
+        if not facts["dataset"]:
+            raise UserError(f"{path} has no text of its own: it was converted")
     elif Path(path).is_dir():
         batch = BatchConfig(length, length * arguments.rows)
         config = Config(name="dataset", data=DataConfig(path), batch=batch)

@@ -30,15 +30,19 @@ class _Shard(TypedDict):
     until: NotRequired[tuple[int, int]]
 
 
+class _Tokenizer(TypedDict):
+    sha256: str
+
+
 class _Begun(TypedDict):
-    made_from: dict
+    made_from: dict[str, object]
     files: int
     shards: list[_Shard]
     complete: bool
 
 
 class _WithTokenizer(_Begun):
-    tokenizer: dict
+    tokenizer: _Tokenizer
     val_threshold: float
     held_out_by: str
     """`text`: by the hash of the text, below the threshold; `file`: by file."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+from unittest.mock import Mock
 
 import pytest
 from jax._src import distributed
@@ -109,6 +110,18 @@ def test_tasks_of_one_machine_that_see_the_same_gpus_share_them(monkeypatch):
     monkeypatch.setattr("hosts.distributed.local_gpu", lambda environ, gpus, tasks, local: [gpus, tasks, local])
     monkeypatch.setattr("hosts.distributed.on_every_process", lambda what, function: function())
     assert own_gpu({"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == [4, 2, 1]
+
+
+def test_jax_detects_no_cluster_by_itself_which_would_give_each_task_one_gpu(monkeypatch):
+    asked = Mock(side_effect=RuntimeError("asked"))
+    monkeypatch.setattr("jax.distributed.initialize", asked)
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="asked"):
+        join()
+    assert asked.call_args.args == ("10.0.0.1:1234", 2, 1)
+    assert asked.call_args.kwargs["cluster_detection_method"] == "deactivate"
+    assert "local_device_ids" not in asked.call_args.kwargs
 
 
 PROCESS = """

@@ -68,7 +68,7 @@ def config(tmp_path: Path) -> Config:
     return Config(name="run", run_dir=run_dir, steps=10, model=model, batch=batch, eval=EvalConfig(prompts=()))
 
 
-def config_of_run(config: Config) -> dict:
+def recorded(config: Config) -> dict:
     return json.loads((Path(config.run_dir) / "config.json").read_text())
 
 
@@ -79,14 +79,14 @@ def differences(error: pytest.ExceptionInfo) -> list[str]:
 
 def test_first_start_writes_the_config_and_what_it_ran_on_and_the_same_config_changes_nothing(config):
     assert open_run(config, "print", accept_changes=False) == []
-    record = config_of_run(config)
+    record = recorded(config)
     assert config_from_json(json.dumps(record["config"])) == config
     assert record["dataset"] == "print" and record["changes"] == []
     assert record["versions"] == versions() and record["versions"]["jax"] == jax.__version__
     assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1, "slices": 1}
     assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "events.jsonl", "lock"]
     for accept_changes in (False, True):
-        assert open_run(config, "print", accept_changes) == [] and config_of_run(config) == record
+        assert open_run(config, "print", accept_changes) == [] and recorded(config) == record
 
 
 def test_a_moved_run_continues_with_other_options_of_speed_and_reporting(config, tmp_path):
@@ -98,7 +98,7 @@ def test_a_moved_run_continues_with_other_options_of_speed_and_reporting(config,
 
 def test_every_other_difference_is_refused_and_listed(config):
     open_run(config, "print", accept_changes=False)
-    before = config_of_run(config)
+    before = recorded(config)
     for name in OTHERS:
         now = other(config, name)
         with pytest.raises(UserError, match="holds a run") as error:
@@ -107,7 +107,7 @@ def test_every_other_difference_is_refused_and_listed(config):
     with pytest.raises(UserError) as error:
         open_run(with_options(config, {"steps": 20, "model.depth": 3, "mesh.data": 2}), "another", False)
     assert differences(error) == ["steps: 10 -> 20", "model.depth: 12 -> 3", "dataset: print -> another"]
-    assert config_of_run(config) == before
+    assert recorded(config) == before
 
 
 def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
@@ -116,7 +116,7 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
     assert open_run(longer, "print", accept_changes=True) == ["steps: 10 -> 20"]
     assert open_run(longer, "print", accept_changes=False) == []
     assert open_run(longest, "another", accept_changes=True) == ["steps: 20 -> 30", "dataset: print -> another"]
-    record = config_of_run(config)
+    record = recorded(config)
     assert record["changes"] == [["steps: 10 -> 20"], ["steps: 20 -> 30", "dataset: print -> another"]]
     assert (record["config"]["steps"], record["dataset"]) == (30, "another")
     with pytest.raises(UserError, match="steps: 30 -> 10"):
@@ -126,11 +126,11 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
 def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
-    (folder / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"not empty and holds no run \(no config\.json\)") as error:
+    (folder / "config.json").write_text(theirs := '{"model_type": "nanochat"}')
+    with pytest.raises(UserError, match=r"not empty and holds no run") as error:
         open_run(config, "print", accept_changes=True)
     assert str(folder) in str(error.value)
-    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("thesis.tex", "mine")]
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("config.json", theirs)]
 
 
 def test_a_run_without_a_step_accepts_any_config(config):
@@ -140,7 +140,7 @@ def test_a_run_without_a_step_accepts_any_config(config):
         Events(config.run_dir).add("fitted", 0)
     corrected = replace(config, seed=7)
     assert open_run(corrected, "another", accept_changes=False) == []
-    assert config_of_run(config)["config"]["seed"] == 7 and config_of_run(config)["dataset"] == "another"
+    assert recorded(config)["config"]["seed"] == 7 and recorded(config)["dataset"] == "another"
     with pytest.raises(UserError, match="seed: 7 -> 8"):
         open_run(replace(config, seed=8), "another", accept_changes=False)
 
@@ -186,7 +186,7 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
         open_run(config, "print", False)
     (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed preflight
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
-    assert open_run(config, "print", False) == [] and config_of_run(config)["dataset"] == "print"
+    assert open_run(config, "print", False) == [] and recorded(config)["dataset"] == "print"
 
 
 def test_one_process_uses_a_run_at_a_time(config):
