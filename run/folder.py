@@ -183,7 +183,8 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
 def is_of_a_run(record: Path) -> bool:
     """Return whether a config.json is there, and a run's, perhaps damaged: other programs have such files, too."""
     try:
-        return "config" in json.loads(record.read_text())
+        content = json.loads(record.read_text())
+        return not isinstance(content, dict) or "config" in content
     except ValueError:
         return True
     except (FileNotFoundError, NotADirectoryError):
