@@ -4,7 +4,6 @@ The same command again continues the run. It is train.py's loop, but for the bat
 the network has just drawn, and their weights are advantages.
 """
 
-import dataclasses
 import gc
 
 import train
@@ -14,7 +13,6 @@ from hosts.distributed import on_first_process
 from hosts.preflight import preflight
 from hosts.runtime import run_command
 from hosts.stop import Stop
-from model.gpt import parameter_shapes
 from reinforcement.rollouts import Rollouts, advantages
 from reinforcement.start import RewardLog, open_task
 from run import ending, start
@@ -36,8 +34,6 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
         return ending.already_complete(built.config, status.changes)
     built, (train_step, _) = fitting.compile(built, checkpoints.newest, times)
     config = built.config
-    run_facts = {"dataset": questions.fingerprint, "config": dataclasses.asdict(config)}  # in every checkpoint
-    run_facts |= {"shapes": parameter_shapes(config.model)}
 
     resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     rollouts = Rollouts(built, task, questions.tokenizer, resume_point.state.params)
@@ -75,12 +71,12 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
             log.step(step, {**metrics, **figures})
             profile.after(step, state)
 
-            train.save_if_due(step, state, checkpoints, log, run_facts)
+            train.save_if_due(step, state, checkpoints, log)
             train.evaluate_if_due(step, state.params, rollouts, log, stop)
         log.flush()
         stopped = stop.agreed()
         with log.saving():
-            checkpoints.save_last(step, state, {**log.facts(step), **run_facts})
+            checkpoints.save_last(step, state, log.facts(step))
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)

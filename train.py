@@ -1,6 +1,5 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
-import dataclasses
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from hosts.distributed import on_first_process
 from hosts.preflight import preflight
 from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
-from model.gpt import parameter_shapes
 from run import ending, start
 from run.ending import notify_of_failure
 from run.fitting import Fitting
@@ -53,8 +51,6 @@ def train(config: Config, arguments: Arguments, stop: Stop, times: Times) -> Exi
         return ending.already_complete(built.config, status.changes)
     built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
     config, evaluator = built.config, Evaluator(built, text)
-    run_facts = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}  # in every checkpoint
-    run_facts |= {"shapes": parameter_shapes(config.model)}
 
     resume_point = start.resume(built, checkpoints, times) or start.begin(built)
     start.record_start(built, text, status.changes, resume_point)
@@ -89,12 +85,12 @@ def train(config: Config, arguments: Arguments, stop: Stop, times: Times) -> Exi
             log.step(step, metrics)  # reads the step before, while the devices compute this one
             profile.after(step, state)
 
-            save_if_due(step, state, checkpoints, log, run_facts)
+            save_if_due(step, state, checkpoints, log)
             evaluate_if_due(step, state.params, evaluator, log, stop)
         log.flush()
         stopped = stop.agreed()  # even after the last step, whose evaluation may be cut off
         with log.saving():
-            checkpoints.save_last(step, state, {**log.facts(step), **run_facts})
+            checkpoints.save_last(step, state, log.facts(step))
     if stopped:
         return ending.stopped(config, step, stop, times)
     return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
@@ -105,7 +101,7 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog, run_facts: dict) -> None:
+def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog) -> None:
     """Save the state after `step` if that is due. Every process must call it."""
     config = log.config
     if is_due(step, config.log.every_steps):
@@ -113,7 +109,7 @@ def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLo
     if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
         log.flush()  # a checkpoint's metrics are on record before it
         with log.saving():
-            checkpoints.save(step, state, {**log.facts(step), **run_facts})
+            checkpoints.save(step, state, log.facts(step))
 
 
 def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLog, stop: Stop) -> None:

@@ -47,8 +47,6 @@ from training.state import split_model
 
 ARCHITECTURES = ("nanochat", "tokensum")
 """Those that our network computes, as config.json names them."""
-TOKENS_PER_STEP = 2**19
-"""Tokens of the run's step, as configs/chat.py has."""
 TOKENS_PER_DEVICE = 2**14
 """Tokens of a micro-batch on one device."""
 
@@ -172,7 +170,7 @@ def of_hf(folder: Path) -> Config:
             model = ModelConfig(**options | {"vocab_size": theirs.get("vocab_size", options["vocab_size"])})
             describe = formats.own_config
         chat = any(folder.glob("*chat_template*"))
-        config = as_config(model, batch_of_rows(theirs["max_position_embeddings"], TOKENS_PER_STEP), chat)
+        config = as_config(model, batch_of_rows(theirs["max_position_embeddings"], BatchConfig.tokens_per_step), chat)
         validate(config := resolved(config))
         for name, ours in describe(config).items():
             if name not in ("architectures", "auto_map", "options") and theirs.get(name) not in (None, ours):

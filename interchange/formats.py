@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import safe_open
 
-from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError
+from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, BatchConfig, Config, ModelConfig, UserError
 from model.attention import has_value_embedding
 from model.kernels import window_of
 from run.init_from import function_options
@@ -218,7 +218,7 @@ def describe_checkpoint(checkpoint: Path) -> tuple[ModelConfig, int, int, dict[s
     options = {f"{group}.peak_rate": float(given.get(name, rate)) for name, (rate, group) in RATES.items()}
     options |= TRAINED | {"value_embeds.peak_rate": options["embed.peak_rate"] / 2}
     optimizer = {f"optimizer.{name}": value for name, value in options.items()}
-    return model, length, meta.get("total_batch_size") or 2**19, optimizer
+    return model, length, meta.get("total_batch_size") or BatchConfig.tokens_per_step, optimizer
 
 
 class StoredTensor:

@@ -25,7 +25,7 @@ def base_of_chat(config: Config) -> Config:
             "network to start from, with a tokenizer that data.prepare or raw text trains: they reserve these tokens"
         )
     if in_bucket(config.init_from):
-        home = kept(tokenizer)
+        home = save_in_cache(tokenizer)
     return with_options(base, {"data.tokenizer": str(home)})
 
 
@@ -38,12 +38,11 @@ def resumed_run(config: Config) -> Config | None:
     resumed = config_of_run(config.run_dir)[1]
     if resumed.init_from != config.init_from:
         return None
-    return with_options(
-        resumed, {"data.tokenizer": str(kept(load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")))}
-    )
+    tokenizer = load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")
+    return with_options(resumed, {"data.tokenizer": str(save_in_cache(tokenizer))})
 
 
-def kept(tokenizer: TextTokenizer) -> Path:
+def save_in_cache(tokenizer: TextTokenizer) -> Path:
     """Save a tokenizer in the cache, if it is not there, and return its folder."""
     home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
     if not home.exists():

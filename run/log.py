@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from data.loader import StepBatches
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
-from model.gpt import flops_per_token
+from model.gpt import flops_per_token, parameter_shapes
 from run.ending import tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
@@ -130,9 +131,11 @@ class MetricsLog:
         """Return the tokens of the run up to `step`."""
         return self.start_tokens + (step - self.start_step) * self.config.batch.tokens_per_step
 
-    def facts(self, step: int) -> dict:
-        """Return what a checkpoint of `step` keeps for the log of a later start."""
-        return {"tokens": self.tokens(step), "seconds": self.clock.seconds, "losses": list(self.losses)}
+    def facts(self, step: int) -> dict[str, Any]:
+        """Return the facts of a checkpoint of `step`: those that a later start continues from, and those of the run."""
+        config, text = self.config, self.text.fingerprint
+        point = {"tokens": self.tokens(step), "seconds": self.clock.seconds, "losses": list(self.losses)}
+        return point | {"dataset": text, "config": asdict(config), "shapes": parameter_shapes(config.model)}
 
     @contextmanager
     def saving(self) -> Iterator[None]:
