@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from configs.command_line import load_config, parse
-from configs.schema import UserError, with_options
+from configs.schema import BatchConfig, UserError, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
-from interchange.convert import TOKENS_PER_STEP, as_config, batch_of_rows
+from interchange.convert import as_config, batch_of_rows
 from run.folder import write_config_json
 from tests.helpers import tiny_config
 from training.optimizer import peak_rates
@@ -66,7 +66,7 @@ def test_rates_are_0_8_of_those_before_nanochat_s_factor_for_a_step_of_2_to_20_t
 
 
 def test_after_a_converted_network_of_unknown_rates_the_recipe_s_own_apply(base):
-    converted = as_config(BASE.model, batch_of_rows(16, TOKENS_PER_STEP), True)
+    converted = as_config(BASE.model, batch_of_rows(16, BatchConfig.tokens_per_step), True)
     write_config_json(base / "config.json", converted, "", [])
     config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
     assert (config.model.width, config.model.qk_scale, config.batch.sequence_length) == (32, 1.2, 16)
