@@ -2,9 +2,8 @@
 # make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
 # make reinforce [ARGS=--seed=1]                               fine-tune that run on sums, and improve it by reinforcement
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
-# make check                                                   lint, format, types, imports, words, and the repository's size
+# make check                                                   lint, format, types, imports
 # make docs                                                    check every link, and build the site: build/site/index.html
-# make house                                                   how large the repository is
 # make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone, with what the tests need; the driver chooses
 #                                                              CUDA unless it is named
 # make image [EXTRA=cuda,gcs] [PLATFORM=linux/amd64]           fetch wheels, and build the image `tokensum` from them
@@ -25,7 +24,7 @@ EXTRAS := $(subst $(empty) ,$(comma),$(strip $(DEV) $(LIST)))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(or $(subst $(comma),-,$(EXTRAS)),base)
 
-.PHONY: train chat reinforce test setup check docs house image
+.PHONY: train chat reinforce test setup check docs image
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
@@ -62,16 +61,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m tests.prose
-	$(BIN)/python -m tests.house
 
 docs:
 	$(MAKE) setup EXTRA=docs
 	$(BIN)/python -m tools.reference
 	$(BIN)/zensical build --clean --strict
-
-house: setup
-	$(BIN)/python -m tests.house
 
 # The image's own Python chooses the wheels. Its code is what is committed: no .env, no run.
 image: FOR := $(or $(EXTRA),cuda)

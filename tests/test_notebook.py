@@ -16,7 +16,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
 
 from configs.command_line import parse
-from tests.house import ROOT
+from tests.repository import ROOT
 from tools.reference import repository_files
 
 TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()

@@ -21,7 +21,7 @@ from configs.command_line import parse, parse_arguments
 from hosts.runtime import run_command
 from tests.data.prepare.test_remote import Hub, ask, serving
 from tests.evaluation import core_bundle
-from tests.house import ROOT
+from tests.repository import ROOT
 from tools import plan, report
 
 PAGE = (ROOT / "docs/speedrun.md").read_text()

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.house import closure, imports
+from tests.repository import closure, imports
 from tests.launch.test_loop import OVER
 
 ROOT = Path(__file__).parents[2]
