@@ -32,15 +32,11 @@ PLAIN, FULL = "configs/plain.py", "configs/nanochat.py"
 SWITCHES = {
     "not deterministic": "config = with_options(config, {'deterministic': False})",
     "complete rows": "config = with_options(config, {'model.window_pattern': 'L'})",
-    "our attention": "config = with_options(config, {'model.kernels': ('attention',)})",
-    "our addition and norm": "config = with_options(config, {'model.kernels': ('add_and_norm',)})",
-    "gradients in 4 splits": "model.layers.GRADIENT_SPLITS = 4",
     "Muon in fewer passes": "config = with_options(config, {'optimizer.muon.products': 'fewer_passes'})",
     "loss in 2 chunks": "config = with_options(config, {'model.loss_chunks': 2})",
 }
 """Lines of a config file, by the name of the part that times the full network with it."""
-CONFIG = """import model.layers
-from configs import nanochat
+CONFIG = """from configs import nanochat
 from configs.schema import with_options
 
 derive = nanochat.derive

@@ -100,9 +100,6 @@ class ModelConfig:
     before 0.12, which is as fast there, and on a GPU before Ampere (T4, V100), which has no bfloat16. Parameters,
     gradients and moments are always float32. `float32`: products are float32 on every platform, without TF32 or
     bfloat16 passes, which is about six times the work on a TPU."""
-    kernels: InFile[OfTraining[tuple[Literal["attention", "add_and_norm"], ...]]] = ()
-    """Kernels of ours to use where they can run, in place of XLA's and the libraries': `attention` on Hopper GPUs,
-    `add_and_norm` on GPUs and TPUs (docs/performance.md). They need JAX 0.12 on GPUs, and were not timed yet."""
     remat: Free[Literal["none", "products", "block"]] = "none"
     """Activations that a block keeps for its backward pass: all; all except the MLP's hidden layer, which recomputes
     one product of six; or only its input. Less memory, more time, the same result."""

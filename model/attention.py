@@ -67,28 +67,22 @@ def attend(
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
     layer: int = 0,
-    own_kernel: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
     """Return softmax attention of scaled queries. It is causal, or with `positions` of the queries attends to all keys
     up to them. With `segment_ids` it stays within a segment; with `window`, within this many positions back. `layer`
     never changes the result (`cudnn_attention`).
 
-    `model.kernels.attention_kernel` chooses the kernel, with `own_kernel` perhaps ours. A cache is read by plain
-    products.
+    `model.kernels.attention_kernel` chooses the kernel. A cache is read by plain products.
     """
     if positions is not None:
         cached = Places(jnp.arange(k.shape[1]), None)
         return plain_attention(q, k, v, Places(positions, None).see(cached, window))
     length, documents = q.shape[1], segment_ids is not None
-    kernel = attention_kernel(platform(), compute_capability(), q.dtype.name, length, q.shape[3], documents, own_kernel)
+    kernel = attention_kernel(platform(), compute_capability(), q.dtype.name, length, q.shape[3], documents)
     if kernel == "splash":
         return splash_attention(q, k, v, segment_ids, window)
     if kernel == "cudnn":
         return cudnn_attention(q, k, v, window, layer)
-    if kernel == "hopper":
-        from model import hopper  # here: it needs Pallas for GPUs
-
-        return hopper.attention(q, k, v, segment_ids, window)
     places = Places(jnp.arange(length), segment_ids)
     if kernel == "blocks":
         size = math.gcd(q.shape[0], ROWS)
@@ -239,7 +233,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale
-        self.layer, self.window, self.own_kernel = layer, window_of(config, layer), "attention" in config.kernels
+        self.layer, self.window = layer, window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -276,9 +270,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = LayerCache(*(write(old, new, positions) for old, new in zip(cache, (k, v))))
         if cache is None or positions is None:  # nothing came before
-            y = attend(
-                q, k, v, segment_ids=segment_ids, window=self.window, layer=self.layer, own_kernel=self.own_kernel
-            )
+            y = attend(q, k, v, segment_ids=segment_ids, window=self.window, layer=self.layer)
         elif positions.ndim == 2:
             y = attend_to_cache(q, cache, positions, self.window)
         else:

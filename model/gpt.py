@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs
 from model.cache import LayerCache
-from model.kernels import norm_kernel, window_of
+from model.kernels import window_of
 from model.layers import SAVED, Embedding, Linear, Scalars, dropout, relu_squared, rms_norm
-from model.parallel import own_heads, platform, psum_over_tensor, vary_over_tensor
+from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
 
@@ -50,7 +50,7 @@ class Block(nnx.Module):
     """Attention, then MLP. Each reads the normed residual stream and adds to it. Both start as zero."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
-        self.dropout, self.kernels = config.dropout, config.kernels
+        self.dropout = config.dropout
         self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -59,15 +59,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
         number = 2 * self.attention.layer
-        y = dropout(y, self.dropout, inputs.dropout_keys, number)
-        if "add_and_norm" in self.kernels and (device := norm_kernel(platform(), x.shape[2])):
-            from model.fused import add_and_norm  # here: it needs Pallas
-
-            x, normed = add_and_norm(x, y, device)  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            x = x + y
-            normed = rms_norm(x)
-        return x + dropout(self.mlp(normed), self.dropout, inputs.dropout_keys, number + 1), cache
+        x = x + dropout(y, self.dropout, inputs.dropout_keys, number)
+        y = self.mlp(rms_norm(x))
+        return x + dropout(y, self.dropout, inputs.dropout_keys, number + 1), cache
 
 
 @jax.custom_vjp

@@ -15,15 +15,13 @@ from configs.schema import ModelConfig
 from model.layers import SAVED
 from model.parallel import varying_as
 
-Kernel = Literal["splash", "cudnn", "hopper", "blocks", "plain"]
-"""`splash` and `cudnn` are the libraries' of TPUs and GPUs, `hopper` is model/hopper.py's. `blocks` and `plain` are in
-model/attention.py: products of some queries at a time whose scores the backward pass recomputes, or products whose
-scores it keeps."""
+Kernel = Literal["splash", "cudnn", "blocks", "plain"]
+"""`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
+some queries at a time whose scores the backward pass recomputes, or products whose scores it keeps."""
 
 LANES = 128  # lanes of a TPU's vector unit: splash attention's blocks are multiples
 BLOCK = 512  # the most positions in one of its blocks of queries or keys
 SHORTEST_FOR_CUDNN = 64  # positions; for fewer, a cache's prefill and scoring gain nothing
-HAS_PALLAS = jax.__version_info__ >= (0, 12)  # its GPU kernels as model/hopper.py and model/fused.py write them
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
 
@@ -33,11 +31,9 @@ def has_bfloat16(platform: str, capability: float) -> bool:
 
 
 def attention_kernel(
-    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool, own_kernel: bool = False
+    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool
 ) -> Kernel:
-    """Return the kernel for rows of `length` positions, with `documents` masked or not. `own_kernel` prefers ours to
-    cuDNN's.
-
+    """Return the kernel for rows of `length` positions, with `documents` masked or not.
     `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
     Hopper and later. It would need a document mask as a matrix [batch, 1, length, length], or packed sequences. Their
     statistics take a float per head and token for each document that a row may have.
@@ -48,17 +44,8 @@ def attention_kernel(
         largest = 256 if capability >= 9 else 128 if capability >= 8 else 0
         fits = head_dim % 8 == 0 and head_dim <= largest and length >= SHORTEST_FOR_CUDNN
         halves = dtype in ("bfloat16", "float16")
-        if own_kernel and HAS_PALLAS and fits and halves and 9 <= capability < 10 and head_dim in (64, 128):
-            return "hopper"
         return "cudnn" if fits and halves and not documents else "blocks"
     return "plain" if length <= KEPT else "blocks"
-
-
-def norm_kernel(platform: str, width: int) -> Literal["gpu", "tpu"] | None:
-    """Return which of model/fused.py's kernels adds and norms vectors of `width` channels; None: XLA's operations."""
-    if width % LANES == 0 and platform == "tpu":
-        return "tpu"
-    return "gpu" if width % LANES == 0 and platform in ("gpu", "cuda") and HAS_PALLAS else None
 
 
 def splash_block(length: int) -> int:
@@ -86,7 +73,6 @@ def described(kernel: Kernel, length: int, head_dim: int) -> str:
     return {
         "splash": f"splash attention, in blocks of {splash_block(length)} positions",
         "cudnn": "cuDNN's",
-        "hopper": "tokensum's for Hopper GPUs",
         "blocks": "plain JAX in linear memory; the platform's kernel does not support this type, document mask, rows "
         f"of {length} tokens or heads of {head_dim}",
         "plain": "plain JAX, in blocks of queries",

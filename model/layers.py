@@ -25,9 +25,6 @@ from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, red
 EPSILON = 1e-6  # every norm adds it to the mean square
 SAVED = "saved"
 SEGMENT_BLOCK = 128  # rows in a block of `segment_sum`
-GRADIENT_SPLITS = 1
-"""On a GPU, products whose sum is a matrix's gradient. A small matrix has fewer tiles than a GPU has multiprocessors.
-bench.accelerator times 4."""
 
 
 def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -126,12 +123,7 @@ def _matmul_backward(axes: Axes, cut: Cut, residuals: tuple[Array, Array], dy: A
     kernel = _gathered_kernel(share, axes, cut)
     outputs = 1 if cut[1] is None else 2
     rows = tuple(range(dy.ndim - outputs))
-    splits = GRADIENT_SPLITS if platform() in ("gpu", "cuda") else 1
-    if splits > 1 and math.prod(dy.shape[: len(rows)]) % splits == 0:
-        xs, dys = (array.reshape(splits, -1, *array.shape[len(rows) :]) for array in (x, dy))
-        dkernel = jax.lax.dot_general(xs, dys, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32).sum(0)
-    else:
-        dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
     of_outputs = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(kernel.ndim - outputs, kernel.ndim))
     dx = jax.lax.dot_general(dy, kernel, (of_outputs, ((), ())))
     dx, dkernel = order_gradients(dx, dkernel.reshape(-1, math.prod(dy.shape[len(rows) :])))

@@ -199,8 +199,8 @@ def describe_attention(built: Build) -> str:
     """Return the kernel that computes attention and, if some blocks have windows, which ones, in a line."""
     config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
     device, documents = built.mesh.devices.flat[0], config.data.mask_documents
-    of_rows, ours = (built.dtype.name, length, head_dim, documents), "attention" in config.model.kernels
-    kernel = attention_kernel(device.platform, compute_capability(), *of_rows, ours)
+    of_rows = (built.dtype.name, length, head_dim, documents)
+    kernel = attention_kernel(device.platform, compute_capability(), *of_rows)
     windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
     suffix = f"; window of each block: {windows} (S short, L long)" * ("S" in windows)
     return f"attention: {described(kernel, length, head_dim)}{suffix}"

@@ -40,7 +40,7 @@ def test_it_stops_at_its_limit_and_continues_to_the_end(monkeypatch, tmp_path, c
     def stand_ins(arguments):
         result = {"tokens_per_second": 100, "loss": 7.0, "faults": 3}
         results = {part.name: dict(result) for part in real(arguments)}
-        results["full d12, gradients in 4 splits"] |= {"tokens_per_second": 110, "loss": 8.0}
+        results["full d12, loss in 2 chunks"] |= {"tokens_per_second": 110, "loss": 8.0}
         results["reference d20, fp8"] |= {"attention": "FlashAttention 4"}
         parts = {part.name: part._replace(command=["echo", json.dumps(results[part.name])]) for part in real(arguments)}
         miss = ["sh", "-c", "echo JaxRuntimeError: no cached config >&2; echo more >&2; exit 1"]
@@ -57,8 +57,8 @@ def test_it_stops_at_its_limit_and_continues_to_the_end(monkeypatch, tmp_path, c
     assert accelerator.main() == 0
     text = capsys.readouterr().out
     assert text.startswith("kill and resume ...\n") and "no time" not in text and text.count(" ...\n") == 2
-    assert "full d12, gradients in 4 splits: 1.100 of the tokens a second of full d12" in text
-    assert "gradients in 4 splits: its loss is 8.0, full d12's 7.0" in text
+    assert "full d12, loss in 2 chunks: 1.100 of the tokens a second of full d12" in text
+    assert "loss in 2 chunks: its loss is 8.0, full d12's 7.0" in text
     assert "full d20: 1.000 of the tokens a second of reference d20, fp8 (FlashAttention 4)" in text
     assert "full d12, deterministic as tuned failed: exit code 1: JaxRuntimeError: no cached config\n" in text
     assert "| plain d20 | 100 |" in text and "reference d12, fp8" not in text

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.repository import closure, imports
 from tests.launch.test_loop import OVER
+from tests.repository import closure, imports
 
 ROOT = Path(__file__).parents[2]
 LAUNCH, SCHEMAS = ROOT / "launch", Path(__file__).parent / "schemas"

@@ -19,20 +19,6 @@ def test_bfloat16_gradient_of_a_matrix_is_not_rounded_to_bfloat16():
     assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
 
 
-@pytest.mark.parametrize("cut", [(None, None), (8, None), (None, 8)])
-@pytest.mark.parametrize("splits", [4, 3])
-def test_a_gradient_in_splits_is_the_whole_one(cut, splits, monkeypatch):
-    """Only a GPU splits, if the 256 rows divide."""
-    x = X.reshape(4, 64, -1, 8) if cut[0] else X
-    gradient = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(matmul(x, kernel, AXES, cut))), (0, 1))
-    whole = gradient(x, KERNEL)
-    monkeypatch.setattr("model.layers.platform", lambda: "gpu")
-    monkeypatch.setattr("model.layers.GRADIENT_SPLITS", splits)
-    assert ("(([1], [1]), ([0], [0]))" in str(jax.make_jaxpr(gradient)(x, KERNEL))) == (splits == 4)
-    for ours, expected in zip(gradient(x, KERNEL), whole):
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_table_s_gradient_is_a_float32_sum_of_its_tokens_rows():
     """In bfloat16 a sum of 1,024 ones would end at 256."""
     look_up = lambda table: embed(jnp.full(1024, 3), table, ("tensor", "fsdp"), jnp.dtype("bfloat16"))

@@ -135,14 +135,11 @@ def test_memory_and_passes_of_d12():
     assert program.as_text().count('"epilogue":"RELU"') >= 12  # cuBLAS takes relu
 
 
-def test_options_that_wait_for_a_gpu_to_time_them(monkeypatch):
-    """Gradients in splits are batched products. Muon's fewer passes are three products of TF32 for each in float32."""
-    monkeypatch.setattr("model.layers.GRADIENT_SPLITS", 4)
+def test_options_that_wait_for_a_gpu_to_time_them():
+    """Muon's fewer passes are three products of TF32 for each in float32."""
     config = small(depth=1, vocab_size=1024)
     muon = {"optimizer.matrices.kind": "muon", "optimizer.muon.products": "fewer_passes"}
     text = compiled(with_options(config, muon)).as_text()
-    for shape in ("256,256", "256,768", "256,1024", "1024,256"):
-        assert re.search(rf"= \(f32\[4,{shape}\].* custom-call\(.*__cublas", text), shape
     assert sum("ALG_DOT_TF32_TF32_F32" in line for line in text.splitlines()) == 2 * 3 * 3  # stacks, products, passes
 
 
