@@ -129,7 +129,7 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
         text.val, text.weights, tokens, token_bytes, shape, batch_sharding(mesh), text.document_bos
     )
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
-    eval_step = make_eval_step(config.model, network.dtype, mesh)
+    eval_step = make_eval_step(network.sharded)
     results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
     if not math.isfinite(results["val_loss"]):
         raise UserError(f"the network of {run_dir} is not usable: its validation loss is {results['val_loss']}")

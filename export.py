@@ -30,7 +30,7 @@ from run.folder import config_of_run
 from run.record import Events, batch_of, fetch_locally, scores
 from training.mesh import make_mesh
 from training.optimizer import path_name
-from training.state import abstract_params, split_model
+from training.sharded import shard_network, split_model
 
 BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
 LOAD = """```python
@@ -120,7 +120,8 @@ def read_in_shards(
     _, config = config_of_run(run_dir)
     checkpoints = Checkpoints(run_dir)
     step = checkpoints.asked(step)
-    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    mesh = make_mesh(MeshConfig(data=1), jax.local_devices()[:1])
+    abstract = shard_network(config.model, jnp.dtype("float32"), mesh).abstract_params()
     shards: list[dict[tuple, Any]] = [{}]
     size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):

@@ -36,7 +36,7 @@ from hosts.runtime import cache_dir, run_command, start_jax
 from model.loss import loss_sums
 from training.build import build
 from training.optimizer import make_schedule, parameter_groups, peak_rates
-from training.state import split_model
+from training.sharded import split_model
 
 SCHEDULE = ScheduleConfig("warmup_cosine", warmup_steps=20, final=0.1)
 GROUP = partial(GroupConfig, beta1=0.9, beta2=0.95, eps=1e-8)

@@ -29,7 +29,7 @@ def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], b
     standard error, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task."""
     options = built.config.eval
     tasks = BENCHMARKS[options.tasks](options.bundle, options.items)
-    core = benchmark_of(options.tasks, tasks, Network(built.config, text.tokenizer, {}, built.mesh))
+    core = benchmark_of(options.tasks, tasks, Network(built.config, text.tokenizer, {}, built.network))
 
     def benchmark(params: dict, should_stop: Callable[[], bool]) -> dict[str, Any]:
         def stop_if_asked(_: str) -> None:

@@ -27,7 +27,6 @@ from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
 from training.mesh import batch_devices, xla_options
-from training.step import on_mesh
 
 SHORT, LONG = 32, 256  # tokens of a prompt read at a time
 AHEAD = 4  # tokens drawn in one call
@@ -135,7 +134,7 @@ class Engine:
 
     def __init__(self, network: Network, slots: int = 1):
         """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over."""
-        config, mesh, dtype = network.config.model, network.mesh, network.dtype
+        mesh, dtype = network.mesh, network.dtype
         self.devices = batch_devices(mesh)
         self.slots_per_device = -(-slots // self.devices)  # on a device
         # Least recently used first. Those after each other are on different devices, which read at the same time.
@@ -149,7 +148,7 @@ class Engine:
         _, _, _, end, *self.tools = (self.tokenizer.special_tokens.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
         self.dtype, self.params = dtype, compute_params(network.params, dtype)
-        over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
+        over = network.sharded.on_mesh
         empty = lambda model: model.empty_cache(self.slots_per_device, self.capacity).layers
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
         self.cache = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])(self.params)

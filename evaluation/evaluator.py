@@ -8,19 +8,19 @@ from itertools import takewhile
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from configs.schema import ModelConfig, UserError
+from configs.schema import UserError
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
 from model import sampling
 from training.build import Build
 from training.mesh import xla_options
-from training.step import Batch, EvalStep, on_mesh
+from training.sharded import ShardedNetwork
+from training.step import Batch, EvalStep
 
 
 class Interrupted(Exception):
@@ -79,16 +79,16 @@ def evaluate(
     return results | ({"val_bpb_of": dict(zip(names, map(bits, text_bytes)))} if len(names) > 1 else {})
 
 
-def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
+def make_generate(network: ShardedNetwork) -> Generate:
     """Return `generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted:
     compiled once per shape of prompts. `params` are the state's float32 shares; `model.sampling.generate` describes the
     rest. Every device writes all texts; only `fsdp` and `tensor` share that work."""
     everywhere = PartitionSpec()
 
-    @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"), compiler_options=xla_options(mesh))
+    @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"), compiler_options=xla_options(network.mesh))
     def generate(params: dict, *arrays: Int[Array, "..."], **options: float | int) -> Int[Array, "batch length"]:
         write = partial(sampling.generate, **options)  # pyright: ignore[reportArgumentType]
-        return on_mesh(write, config, dtype, mesh, [everywhere] * 3, everywhere)(params, *arrays)
+        return network.on_mesh(write, [everywhere] * 3, everywhere)(params, *arrays)
 
     return generate
 
@@ -143,7 +143,7 @@ class Evaluator:
         self.built, self.text, self.tokenizer = built, text, text.tokenizer
         prompts = text.prompts(config.eval.prompts)
         self.prompts = encode_prompts(text.tokenizer, prompts, config.batch.sequence_length)
-        self.generate = make_generate(config.model, built.dtype, built.mesh)
+        self.generate = make_generate(built.network)
         self.batches, self.text_bytes = held_out_batches(
             text.val,
             text.weights,

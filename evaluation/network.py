@@ -16,7 +16,8 @@ from run.checkpoint import Checkpoints
 from run.folder import config_of_run
 from run.record import fetch_locally
 from training.mesh import make_mesh, sizes_of
-from training.state import abstract_params, compute_dtype
+from training.sharded import ShardedNetwork, shard_network
+from training.state import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,25 @@ class Network:
     config: Config
     tokenizer: TextTokenizer
     params: dict
-    mesh: Mesh
+    sharded: ShardedNetwork
     step: int = 0
     """The checkpoint's."""
     dataset: str = ""
     """Fingerprint of the text that it was trained on; empty if that is not known."""
 
     @property
+    def mesh(self) -> Mesh:
+        return self.sharded.mesh
+
+    @property
     def dtype(self) -> jnp.dtype:
-        return compute_dtype(self.config.model, jax.default_backend())
+        return self.sharded.dtype
 
     def scorer(self, longest: int | None = None) -> Scorer:
-        return Scorer(self.config.model, self.config.batch, self.dtype, self.mesh, longest)
+        return Scorer(self.sharded, self.config.batch, longest)
 
     def generate(self) -> Generate:
-        return make_generate(self.config.model, self.dtype, self.mesh)
+        return make_generate(self.sharded)
 
 
 def require_chat_tokens(tokenizer: TextTokenizer, run: str = "RUN") -> None:
@@ -83,5 +88,6 @@ def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Ne
     facts, config = config_of_run(run_dir)
     validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     tokenizer = load_tokenizer(fetch_locally(run_dir) / "tokenizer")
-    params, step = Checkpoints(run_dir).restore_params(abstract_params(config.model, mesh), step)
-    return Network(config, tokenizer, params, mesh, step, facts["dataset"])
+    sharded = shard_network(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
+    params, step = Checkpoints(run_dir).restore_params(sharded.abstract_params(), step)
+    return Network(config, tokenizer, params, sharded, step, facts["dataset"])

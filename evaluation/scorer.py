@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.progress import progress
-from configs.schema import BATCH_AXES, BatchConfig, ModelConfig
+from configs.schema import BATCH_AXES, BatchConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
 from training.mesh import batch_devices, xla_options
-from training.step import on_mesh
+from training.sharded import ShardedNetwork
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
@@ -69,7 +69,7 @@ def chunk_of(rows: int) -> int:
     return min(256, 16 * rows)
 
 
-def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Callable[..., Scores]:
+def make_score(network: ShardedNetwork, row: int) -> Callable[..., Scores]:
     """Return `score(params, prefixes [B, P], rows [B, C, T + 1], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`,
     compiled once per shape of the arrays. Every process gives the same arrays and gets all scores.
 
@@ -99,7 +99,7 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> C
             place = number - (upto - counts)[row]
             token = starts.ravel()[row] + place
             logits = model.lm_head(x[row, token - 1])
-            scores = Scores(*token_scores(logits, tokens[row, token], config.softcap))
+            scores = Scores(*token_scores(logits, tokens[row, token], network.config.softcap))
             return jax.tree.map(lambda all, new: all.at[row, place].set(new, mode="drop"), of_tokens, scores)
 
         of_tokens = Scores(jnp.zeros(tokens.shape), jnp.ones(tokens.shape, bool), jnp.full(tokens.shape, jnp.inf))
@@ -108,7 +108,7 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> C
         return jax.tree.map(lambda array: array.reshape(questions, choices, *array.shape[1:]), of_rows)
 
     specs = (ROWS, ROWS, ROWS, ROWS, PartitionSpec())
-    of_arrays = on_mesh(score, config, dtype, mesh, specs, ROWS)
+    mesh, of_arrays = network.mesh, network.on_mesh(score, specs, ROWS)
     replicated = NamedSharding(mesh, PartitionSpec())
     compiled = jax.jit(of_arrays, out_shardings=replicated, compiler_options=xla_options(mesh))
 
@@ -122,16 +122,14 @@ class Scorer:
     """Scores questions. Called with parameters and questions, it yields each question with its scores, grouped by
     shape. Every process must consume all of it."""
 
-    def __init__(
-        self, config: ModelConfig, batch: BatchConfig, dtype: jnp.dtype, mesh: Mesh, longest: int | None = None
-    ):
+    def __init__(self, network: ShardedNetwork, batch: BatchConfig, longest: int | None = None):
         """Take `longest`: the most tokens that the network reads; by default the length of a row of `batch`."""
         self.longest = longest or batch.sequence_length
-        self.facts = {"dtype": dtype.name, "longest": self.longest, "window": batch.sequence_length}
+        self.facts = {"dtype": network.dtype.name, "longest": self.longest, "window": batch.sequence_length}
         """The facts, other than parameters and questions, that scores depend on."""
         self.tokens_per_device = batch.rows * batch.sequence_length
-        self.replicas = batch_devices(mesh)
-        self.score = make_score(config, dtype, mesh, batch.sequence_length)
+        self.replicas = batch_devices(network.mesh)
+        self.score = make_score(network, batch.sequence_length)
 
     def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
         hidden = jax.process_index() > 0

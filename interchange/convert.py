@@ -43,7 +43,7 @@ from run.folder import write_config_json
 from run.saver import Saver
 from training.build import build
 from training.optimizer import path_name
-from training.state import split_model
+from training.sharded import split_model
 
 ARCHITECTURES = ("nanochat", "tokensum")
 """Those that our network computes, as config.json names them."""

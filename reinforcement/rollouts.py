@@ -49,7 +49,7 @@ class Rollouts:
         per_row = config.batch.sequence_length // config.reinforce.tokens
         slots = config.batch.rows * per_row * batch_devices(built.mesh)  # as many as a micro-batch has
         short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
-        self.engine = Engine(Network(short, tokenizer, params, built.mesh), min(slots, answers_of_step(config)))
+        self.engine = Engine(Network(short, tokenizer, params, built.network), min(slots, answers_of_step(config)))
         most = config.reinforce.held_out
         self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
 

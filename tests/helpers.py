@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs.schema import (
@@ -12,14 +13,16 @@ from configs.schema import (
     Config,
     GroupConfig,
     MatricesConfig,
+    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
     X0LambdasConfig,
 )
 from training.build import Build, build
-from training.mesh import resized
+from training.mesh import make_mesh, resized
 from training.optimizer import path_name
+from training.sharded import ShardedNetwork, shard_network
 from training.state import TrainState, stored_as
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272, dtype="float32")
@@ -89,6 +92,12 @@ def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
 def built_on(config: Config, devices: int) -> Build:
     """Return the build of a config on this many devices. Equal configs share their programs."""
     return build(config, jax.devices()[:devices])
+
+
+def sharded(model: ModelConfig, sizes: tuple[int, int, int] = (1, 1, 1)) -> ShardedNetwork:
+    """Return a float32 network on a mesh of these sizes."""
+    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+    return shard_network(model, jnp.dtype("float32"), mesh)
 
 
 def placed(built: Build, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from configs.schema import Config
 from training.diagnostics import make_measure
-from training.mesh import batch_devices, batch_shape, batch_sharding, make_mesh, parameter_layouts, sizes_of, step_shape
+from training.mesh import batch_devices, batch_shape, batch_sharding, make_mesh, sizes_of, step_shape
 from training.optimizer import Schedule, make_optimizer
+from training.sharded import ShardedNetwork, shard_network
 from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
@@ -26,7 +28,7 @@ class Build(NamedTuple):
 
     config: Config
     """The config, with `model.dtype` resolved."""
-    mesh: Mesh
+    network: ShardedNetwork
     batch_shape: tuple[int, int, int]
     """(K, B, T): micro-batches of a step, rows of a micro-batch over the mesh, tokens of a row."""
     optimizer: optax.GradientTransformationExtraArgs
@@ -40,9 +42,14 @@ class Build(NamedTuple):
     eval_step: EvalStep
 
     @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the run's devices."""
+        return self.network.mesh
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Return the type of the activations."""
-        return jnp.dtype(self.config.model.dtype)
+        return self.network.dtype
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -51,7 +58,7 @@ class Build(NamedTuple):
 
     def create_state(self) -> TrainState:
         """Return the state before step 0, already sharded."""
-        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
+        return create_state(self.network, self.optimizer, self.config.seed)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, types and shardings of a step's batch."""
@@ -66,14 +73,21 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
-    optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
-    state = abstract_state(config.model, optimizer, mesh)
-    of_step = (config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm, config.seed)
-    train_step, measuring_step = (
-        make_train_step(*of_step, measure, config.deterministic) for measure in (None, make_measure(config.model, mesh))
+    network = shard_network(config.model, dtype, mesh)
+    optimizer, rates = make_optimizer(config.optimizer, network, config.steps)
+    state = abstract_state(network, optimizer)
+    make_step = partial(make_train_step, network, state, optimizer, rates, config)
+    return Build(
+        config=config,
+        network=network,
+        batch_shape=batch_shape(config.batch, mesh),
+        optimizer=optimizer,
+        rates=rates,
+        abstract_state=state,
+        train_step=make_step(),
+        measuring_step=make_step(make_measure(network)),
+        eval_step=make_eval_step(network),
     )
-    shape, eval_step = batch_shape(config.batch, mesh), make_eval_step(config.model, dtype, mesh)
-    return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)
 
 
 def device_bytes(tree: Any) -> int:
@@ -84,7 +98,7 @@ def device_bytes(tree: Any) -> int:
 def stored_bytes(built: Build) -> dict[str, int]:
     """Return the bytes on a device that follow from shapes alone, by part, while a run trains."""
     state, mesh, batch = built.abstract_state, built.mesh, device_bytes(built.abstract_batch())
-    layouts = jax.tree.leaves(parameter_layouts(built.config.model, mesh))
+    layouts = jax.tree.leaves(built.network.layouts)
     summed = sum(prod(p.shape) // prod(mesh.shape[axis] for axis in p.axes if axis) for p in layouts)
     return {
         "parameters": device_bytes(state.params),

@@ -28,13 +28,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import ModelConfig
-from training.mesh import parameter_layouts
 from training.muon import MuonState
 from training.optimizer import AdamState, parameter_groups
+from training.sharded import ShardedNetwork
 from training.state import TrainState
 from training.step import Measure, Squares, StepSums, Update
 
@@ -53,13 +51,12 @@ class Leaves(NamedTuple):
     """True if the devices along `tensor` have the same gradient."""
 
 
-def make_measure(config: ModelConfig, mesh: Mesh) -> Measure:
-    """Return `measure` for `training.step.make_train_step`, for this network on this mesh."""
-    layouts = parameter_layouts(config, mesh)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(layouts)]
-    stored = jax.tree.leaves(layouts)
+def make_measure(network: ShardedNetwork) -> Measure:
+    """Return `measure` for `training.step.make_train_step`, for this network on its mesh."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(network.layouts)]
+    stored = jax.tree.leaves(network.layouts)
     leaves = Leaves(
-        groups=jax.tree.leaves(parameter_groups(config)),
+        groups=jax.tree.leaves(parameter_groups(network.config)),
         blocks=[str(path[1].key) if path[0].key == "blocks" else "" for path in paths],
         sizes=np.array([float(prod(layout.shape)) for layout in stored]),
         divided=np.array(["fsdp" in layout.axes for layout in stored]),

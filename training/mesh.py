@@ -23,9 +23,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, ModelConfig, UserError
-from model.gpt import map_parameters
-from training.shares import ShardLayout, shard_layout
+from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, UserError
 
 AXES = ("data", "fsdp", "tensor")
 """The axes that a user names."""
@@ -190,16 +188,6 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch's arrays [K, B, T]."""
     return NamedSharding(mesh, ROWS)
-
-
-def parameter_layouts(config: ModelConfig, mesh: Mesh) -> dict:
-    """Return a tree like the parameters', with each one's storage on the mesh (`training.shares.ShardLayout`)."""
-    return map_parameters(lambda param: shard_layout(param.shape, param.get_metadata("axes"), mesh.shape), config)
-
-
-def spec_of(stored: ShardLayout) -> PartitionSpec:
-    """Return the axes of the mesh that divide each dimension, for JAX."""
-    return PartitionSpec(*stored.spec)
 
 
 def resized(x: Any, shape: Sequence[int]) -> Any:

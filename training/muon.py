@@ -23,9 +23,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import DATA_AXES, MuonConfig, ScheduleConfig
-from training.mesh import resized, spec_of
-from training.shares import ShardLayout, joined, parted
+from configs.schema import MuonConfig, ScheduleConfig
+from training.mesh import resized
+from training.sharded import spec_of
+from training.shares import STORED_ORDER, ShardLayout, joined, parted
 
 # From the paper, for five iterations, a safety factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
@@ -150,10 +151,9 @@ def orthogonalise_dealt(
     One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
     it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
     """
-    order = ("fsdp", "tensor", *DATA_AXES[1:], DATA_AXES[0])  # as in `training.shares.shard_layout`
     named = {axis for names in layout.spec for axis in names}
-    divided = tuple(axis for axis in order if axis in named)
-    undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]
+    divided = tuple(axis for axis in STORED_ORDER if axis in named)
+    undivided = [axis for axis in STORED_ORDER if axis not in named and mesh.shape[axis] > 1]
     factors = [(mesh.shape[axis], layout.dimension(axis) - 1) for axis in divided]
     if divided:
         parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)

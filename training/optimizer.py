@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
 from configs.schema import (
     GroupConfig,
-    MeshConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -21,8 +19,8 @@ from configs.schema import (
     X0LambdasConfig,
 )
 from model.gpt import map_parameters
-from training.mesh import make_mesh, parameter_layouts
 from training.muon import muon
+from training.sharded import ShardedNetwork
 
 Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
 """The learning rate of a step, as a function of its number alone: without a counter that could drift."""
@@ -124,18 +122,15 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
 
 
 def make_optimizer(
-    config: OptimizerConfig,
-    model: ModelConfig,
-    steps: int,
-    mesh: Mesh | None = None,
+    config: OptimizerConfig, network: ShardedNetwork, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """Return the transformation of a network's parameters, and each group's learning rate as a function of the step,
     for the log. Raise UserError if a parameter declares an unknown group.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work (None: the first device does all).
+    the network's mesh share Muon's work.
     """
-    groups = parameter_groups(model)
+    groups = parameter_groups(network.config)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
         if name not in group_names(config):
             raise UserError(
@@ -143,9 +138,8 @@ def make_optimizer(
                 f"configs/schema.py has only {', '.join(group_names(config))}"
             )
     present = sorted(set(jax.tree.leaves(groups)))
-    peaks = peak_rates(config, model.width)
-    mesh = mesh or make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    layouts = jax.tree.leaves(parameter_layouts(model, mesh))
+    peaks = peak_rates(config, network.config.width)
+    layouts = jax.tree.leaves(network.layouts)
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
@@ -156,7 +150,7 @@ def make_optimizer(
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
             mine = [layout for layout, group in zip(layouts, jax.tree.leaves(groups)) if group == name]
-            return muon(options, course, rate, steps, mine, mesh), rate
+            return muon(options, course, rate, steps, mine, network.mesh), rate
         adam = scale_by_adam(options.beta1, options.beta2, options.eps)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))
         return adamw, rate

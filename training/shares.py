@@ -21,6 +21,8 @@ from configs.schema import DATA_AXES
 from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
 
 ACROSS, WITHIN = DATA_AXES[0], DATA_AXES[1:]
+STORED_ORDER = ("fsdp", "tensor", *WITHIN, ACROSS)
+"""The order in which the mesh's axes divide a dimension that several of them divide, the major one first."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ShardLayout:
     stored: tuple[int, ...]
     """With padding."""
     spec: tuple[tuple[str, ...], ...]
-    """For each dimension, all axes that divide it, the major one first."""
+    """For each dimension, all axes that divide it, in STORED_ORDER."""
 
     def dimension(self, axis: str) -> int:
         """Return the dimension that an axis of the mesh divides."""
@@ -54,8 +56,7 @@ def shard_layout(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Ma
 
     def way(dimensions: tuple[int, ...]) -> ShardLayout:
         names = [
-            ((axis,) if axis else ())
-            + tuple(name for name, at in zip((*DATA_AXES[1:], DATA_AXES[0]), dimensions) if at == i)
+            ((axis,) if axis else ()) + tuple(name for name, at in zip((*WITHIN, ACROSS), dimensions) if at == i)
             for i, axis in enumerate(axes)
         ]
         stored = tuple(padded(size, prod(sizes[name] for name in divided)) for size, divided in zip(shape, names))

@@ -10,16 +10,16 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
-from model.gpt import GPT, abstract_model, map_parameters, parameter_shapes
+from model.gpt import GPT, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
-from training.mesh import parameter_layouts, resized, spec_of
+from training.mesh import resized
 from training.optimizer import path_name
-from training.shares import ShardLayout, shard_layout
+from training.sharded import ShardedNetwork, abstract_array
+from training.shares import shard_layout
 
 T = TypeVar("T")
 
@@ -47,30 +47,13 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
-def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
-    """Return the network's structure, for activations of `dtype`, and the shapes of its parameters, without compute."""
-    model = nnx.clone(abstract_model(config))
-    model.dtype = dtype
-    graphdef, params = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(params)
-
-
-def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
-    """Return the stored shapes, types and shardings of the float32 parameters."""
-    return jax.tree.map(partial(_abstract, jnp.dtype("float32"), mesh), parameter_layouts(config, mesh))
-
-
-def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: ShardLayout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(stored.stored, dtype, sharding=NamedSharding(mesh, spec_of(stored)))
-
-
-def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(network: ShardedNetwork, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the stored shapes, types and shardings of the state.
 
     A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
     replicated.
     """
-    layouts = jax.tree_util.tree_leaves_with_path(parameter_layouts(config, mesh))
+    layouts = jax.tree_util.tree_leaves_with_path(network.layouts)
     axes = {_keys(path): layout.axes for path, layout in layouts}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -78,9 +61,9 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
         # The path of a moment ends with its parameter's.
         divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
         divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
-        return _abstract(leaf.dtype, mesh, shard_layout(leaf.shape, divided, mesh.shape))
+        return abstract_array(network.mesh, leaf.dtype, shard_layout(leaf.shape, divided, network.mesh.shape))
 
-    params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), config)
+    params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), network.config)
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
     return jax.tree_util.tree_map_with_path(stored, shapes)
 
@@ -89,12 +72,12 @@ def _keys(path: tuple) -> tuple:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+def create_state(network: ShardedNetwork, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """Return the state before step 0. It depends on the seed and the sizes, not on the mesh."""
-    abstract = abstract_state(config, optimizer, mesh)
+    abstract = abstract_state(network, optimizer)
 
     def create() -> TrainState:
-        model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
         state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
         return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 

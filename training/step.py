@@ -18,18 +18,18 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from configs.schema import BATCH_AXES, DATA_AXES, ModelConfig
+from configs.schema import BATCH_AXES, DATA_AXES, Config
 from model.gpt import GPT
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
-from training.mesh import ROWS, parameter_layouts, spec_of, xla_options
+from training.mesh import ROWS, xla_options
 from training.optimizer import Schedule, parameter_groups
-from training.shares import all_gather_data, on_each_device, reduce_scatter_data
-from training.state import TrainState, split_model
+from training.sharded import ShardedNetwork
+from training.shares import on_each_device
+from training.state import TrainState
 
 
 class Batch(TypedDict):
@@ -89,20 +89,19 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 
 
-def gradient_sums(
-    params: dict, batch: Batch, graphdef: nnx.GraphDef, layouts: dict, dtype: jnp.dtype, measured: bool
-) -> StepSums:
+def gradient_sums(shares: dict, batch: Batch, network: ShardedNetwork, measured: bool) -> StepSums:
     """Return, for one device, the sums over the step, with `squares` if the step is `measured`.
 
-    `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]. The gradients have the same shares.
+    `shares` are of the float32 parameters, `batch` its rows [K, B / (data fsdp), T]. The gradients have the same
+    shares.
     """
-    compute_params = all_gather_data(params, layouts, dtype)
+    compute_params = network.gather(shares)
 
     def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Squares | None]:
         # A gradient has its parameter's type, so the network takes float32; each product casts back (model/layers.py).
         # The compiler drops the round trip.
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
-        loss_of = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
+        loss_of = lambda params: loss_sums(network.with_params(params), **rows)
         (loss, tokens), gradients = jax.value_and_grad(loss_of, has_aux=True)(wide)
         total = jax.tree.map(jnp.add, sums, (loss, tokens, gradients))
         return total, squares_of(tokens, gradients, sums[2], total[2]) if measured else None
@@ -111,7 +110,7 @@ def gradient_sums(
     no_loss, no_tokens = mark_varying((jnp.float32(0), jnp.int32(0)), BATCH_AXES)
     no_gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
     (loss, tokens, gradients), squares = jax.lax.scan(micro_batch, (no_loss, no_tokens, no_gradients), batch)
-    gradients = reduce_scatter_data(gradients, layouts)
+    gradients = network.reduce_scatter(gradients)
     loss, tokens = psum((loss, tokens), BATCH_AXES)
     # One cell of the squares' [data, fsdp, tensor].
     return StepSums(loss, tokens, gradients, jax.tree.map(lambda sums: sums[None, None, None], squares))
@@ -163,42 +162,38 @@ def apply_update(
 
 
 def make_train_step(
-    config: ModelConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh,
+    network: ShardedNetwork,
     abstract_state: TrainState,
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
-    clip_norm: float,
-    seed: int,
+    config: Config,
     measure: Measure | None = None,
-    deterministic: bool = True,
 ) -> TrainStep:
     """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is sharded as `abstract_state`, and
     donated.
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far: no valid token, or a gradient that is
-    not finite). With `measure`, they include its `diagnostics`. `seed`: dropout's. `deterministic`: the same bits in
-    each execution, on GPUs too.
+    not finite). With `measure`, they include its `diagnostics`. Of `config` it takes the clip, dropout's seed, and
+    whether each execution must give the same bits on GPUs too.
     """
-    graphdef, _ = split_model(config, dtype)
-    layouts, groups = parameter_layouts(config, mesh), jax.tree.leaves(parameter_groups(config))
-    specs, replicated = jax.tree.map(spec_of, layouts), PartitionSpec()
+    mesh, specs, replicated = network.mesh, network.specs, PartitionSpec()
+    groups = jax.tree.leaves(parameter_groups(network.config))
     stacked = PartitionSpec(DATA_AXES, "fsdp", "tensor")
-    on_device = partial(gradient_sums, graphdef=graphdef, layouts=layouts, dtype=dtype, measured=measure is not None)
+    on_device = partial(gradient_sums, network=network, measured=measure is not None)
     out_specs = StepSums(replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
-    sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
+    sums_of = on_each_device(on_device, mesh, network.dtype, (specs, ROWS), out_specs)
     # Shardings are given, since the compiler could choose others, which the next step would not accept.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
+    options = xla_options(mesh, config.deterministic)
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options(mesh, deterministic))
+    @partial(jax.jit, donate_argnums=0, out_shardings=shardings, compiler_options=options)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if config.dropout:
+        if network.config.dropout:
             micro_batches, rows, _ = batch["inputs"].shape
-            batch = {**batch, "dropout_keys": dropout_keys(seed, state.step, (micro_batches, rows))}
+            batch = {**batch, "dropout_keys": dropout_keys(config.seed, state.step, (micro_batches, rows))}
         sums = sums_of(state.params, batch)
-        update = apply_update(state, sums, optimizer, groups, clip_norm)
+        update = apply_update(state, sums, optimizer, groups, config.optimizer.clip_norm)
         metrics = {
             "loss": sums.loss / jnp.maximum(sums.tokens, 1),
             "grad_norm": update.grad_norm,
@@ -214,34 +209,12 @@ def make_train_step(
     return train_step
 
 
-def on_mesh(
-    function: Callable,
-    config: ModelConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh,
-    in_specs: Sequence[PartitionSpec],
-    out_specs: Any,
-) -> Callable[..., Any]:
-    """Return `function(model, *arrays)`, written for one device, as a function on the mesh. It takes the sharded
-    float32 parameters, and complete arrays or trees of them, which the specs divide over the mesh.
-
-    Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
-    """
-    graphdef, _ = split_model(config, dtype)
-    layouts = parameter_layouts(config, mesh)
-
-    def for_one_device(params: dict, *arrays: Any) -> Any:
-        return function(nnx.merge(graphdef, all_gather_data(params, layouts, dtype)), *arrays)
-
-    return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, layouts), *in_specs), out_specs)
-
-
-def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
+def make_eval_step(network: ShardedNetwork) -> EvalStep:
     """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T]."""
 
     def sums(model: GPT, batch: Batch) -> tuple[Array, Array]:
         _, losses = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
-    evaluated = on_mesh(sums, config, dtype, mesh, [ROWS], PartitionSpec())
-    return jax.jit(evaluated, compiler_options=xla_options(mesh))
+    evaluated = network.on_mesh(sums, [ROWS], PartitionSpec())
+    return jax.jit(evaluated, compiler_options=xla_options(network.mesh))

@@ -17,7 +17,8 @@ from data.tokenizer import TextTokenizer
 from evaluation.network import Network
 from tests.helpers import perturbed
 from training.mesh import make_mesh
-from training.state import abstract_params, split_model, stored_as
+from training.sharded import shard_network, split_model
+from training.state import compute_dtype, stored_as
 
 LONGEST = 256  # tokens per row
 SIZES = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "dtype": "float32"}
@@ -75,7 +76,8 @@ def network_of(model: ModelConfig, params: dict, tokenizer: TextTokenizer, lengt
     """Return a network on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
     config = Config("tiny", model=model, batch=BatchConfig(length, 4 * length, 4))
-    return Network(config, tokenizer, stored_as(params, abstract_params(model, mesh)), mesh)
+    on_mesh = shard_network(model, compute_dtype(model, "cpu"), mesh)
+    return Network(config, tokenizer, stored_as(params, on_mesh.abstract_params()), on_mesh)
 
 
 def network(devices: int = 1, length: int = LONGEST, **model) -> Network:

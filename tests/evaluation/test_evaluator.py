@@ -16,7 +16,7 @@ from tests.evaluation.test_engine import TOKENIZER, network
 from tools.programs.compiled import collectives
 from tools.programs.topologies import devices_of
 from training.mesh import make_mesh, sizes_of
-from training.state import abstract_params
+from training.sharded import shard_network
 
 
 def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray, names: tuple[str, ...] = ()) -> dict:
@@ -50,8 +50,9 @@ def test_each_dataset_of_a_mixture_has_its_bits_per_byte():
 
 def compiled_for(mesh: Mesh, config: ModelConfig, dtype: str, length: int):
     """Return the compiled function of two greedy continuations, and the parameters' shapes."""
-    params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
-    generate, options = make_generate(config, jnp.dtype(dtype), mesh), {"temperature": 0.0, "top_k": 0}
+    on_mesh = shard_network(config, jnp.dtype(dtype), mesh)
+    params, of = on_mesh.abstract_params(), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+    generate, options = make_generate(on_mesh), {"temperature": 0.0, "top_k": 0}
     return generate.lower(params, of(2, length), of(2), of(2), prefill=1, **options).compile(), jax.tree.leaves(params)
 
 

@@ -13,7 +13,6 @@ from training.build import build
 def compile_all(config) -> list:
     """Return functions that compile the step, the evaluation, a sample and scores."""
     built = build(config)
-    model, dtype, mesh = built.config.model, built.dtype, built.mesh
     params, batch, rows = built.abstract_state.params, built.abstract_batch(), built.batch_shape[1]
     numbers = lambda *shape: np.ones(shape, np.int32)
     score = numbers(rows, 0), numbers(rows, 2, 5), numbers(rows, 2), numbers(rows, 2) + 1, numbers()
@@ -21,10 +20,10 @@ def compile_all(config) -> list:
         lambda: built.train_step.lower(built.abstract_state, batch).compile(),
         lambda: built.measuring_step.lower(built.abstract_state, batch).compile(),
         lambda: built.eval_step.lower(params, batch).compile(),
-        lambda: make_generate(model, dtype, mesh)(
+        lambda: make_generate(built.network)(
             built.create_state().params, numbers(1, 4), numbers(1), numbers(1), prefill=1, temperature=1.0, top_k=2
         ),
-        lambda: make_score(model, dtype, mesh, 8)(built.create_state().params, *score),
+        lambda: make_score(built.network, 8)(built.create_state().params, *score),
     ]
 
 

@@ -16,7 +16,7 @@ jinja2 = pytest.importorskip("jinja2")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from configs.schema import BatchConfig, Config, DataConfig, EvalConfig, MeshConfig
+from configs.schema import BatchConfig, Config, DataConfig, EvalConfig
 from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
@@ -27,10 +27,9 @@ from evaluation.network import Network
 from export import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
-from tests.helpers import TINY, arrays_of
+from tests.helpers import TINY, arrays_of, sharded
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
-from training.mesh import make_mesh
 
 LENGTH = 64
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
@@ -99,7 +98,7 @@ def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(chat, monkeyp
     of_template = encode.apply_chat_template(asked[0], add_generation_prompt=True, return_dict=False)
     text = encode.apply_chat_template(asked[0], add_generation_prompt=True, tokenize=False)
     prompts = [render(TOKENIZER, messages_of(messages), ask=True) for messages in asked]
-    network = Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), make_mesh(MeshConfig(), jax.devices()[:1]))
+    network = Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), sharded(config.model))
     ours = [a for _, a in Engine(network).answers([(prompt, Sampling(temperature=0.0), 20) for prompt in prompts])]
     assert [answer["content"] for answer in answers] == [TOKENIZER.decode(answer.tokens) for answer in ours]
     assert {answer.finished for answer in ours} == {"stop", "length"}

@@ -13,7 +13,8 @@ import export
 from configs.schema import Config, ModelConfig
 from configs.validation import resolved
 from tests.run.test_init_from import write_run
-from training.state import TrainState, split_model
+from training.sharded import split_model
+from training.state import TrainState
 
 
 def make_run(folder: Path) -> int:

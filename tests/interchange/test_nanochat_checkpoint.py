@@ -27,11 +27,10 @@ from interchange.formats import nanochat_name, turned
 from model.gpt import parameter_shapes
 from model.loss import softcap
 from run.init_from import initial_state, require_moments, require_same_network
-from tests.helpers import arrays_of
+from tests.helpers import arrays_of, sharded
 from training.build import build
-from training.mesh import make_mesh
 from training.optimizer import peak_rates
-from training.state import abstract_params, split_model
+from training.sharded import split_model
 
 torch = pytest.importorskip("torch")
 
@@ -121,7 +120,7 @@ def test_parameters_are_read_back_exactly_and_older_ones_lack_factors(tmp_path):
     model = config_model()
     params = jax.tree.map(
         lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32),
-        abstract_params(model, make_mesh(MeshConfig(data=1), jax.devices()[:1])),
+        sharded(model).abstract_params(),
     )
     stored = {nanochat_name(name): torch.tensor(turned(name, array)) for name, array in arrays_of(params).items()}
     stored["transformer.wte.weight"] = stored["transformer.wte.weight"].bfloat16()  # as on a GPU

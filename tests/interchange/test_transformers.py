@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import export
-from configs.schema import BatchConfig, MeshConfig, ModelConfig
+from configs.schema import BatchConfig, ModelConfig
 from configs.validation import resolved
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
@@ -36,9 +36,8 @@ from interchange.formats import hf_name, own_name, turned
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.record import read_metrics
-from tests.helpers import TINY, arrays_of, together
+from tests.helpers import TINY, arrays_of, sharded, together
 from tests.interchange.test_interchange import EXPORTED, network, require_params
-from training.mesh import make_mesh
 from training.optimizer import path_name
 
 SIZES = {
@@ -92,7 +91,7 @@ def pair(request, tmp_path_factory, everything):
 
 def greedy(config, params, tokens):
     """Return our greedy tokens after the first five tokens of each row."""
-    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
+    generate = make_generate(sharded(config.model))
     buffer = np.concatenate([TOKENS[:, :5], np.zeros((2, tokens), np.int32)], axis=1)
     lengths, seeds = np.array([5, 5], np.int32), np.zeros(2, np.int32)
     return np.asarray(generate(params, buffer, lengths, seeds, prefill=5, temperature=0.0, top_k=0))

@@ -16,13 +16,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs.files import StorageLost
-from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
+from configs.schema import CheckpointConfig, MatricesConfig, UserError
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.saver import Saver
-from tests.helpers import ALL_FEATURES, tiny_config
-from training.mesh import make_mesh
+from tests.helpers import ALL_FEATURES, sharded, tiny_config
 from training.optimizer import make_optimizer
 from training.state import abstract_state, create_state, params_sha256, stored_as
 
@@ -34,9 +33,9 @@ FACTS = {"shapes": parameter_shapes(tiny_config().model)}
 def state_on(devices):
     """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
     config = tiny_config()
-    mesh = make_mesh(config.mesh, jax.devices()[:devices])
-    optimizer, _ = make_optimizer(config.optimizer, config.model, 8, mesh)
-    return create_state(config.model, optimizer, mesh, 0), abstract_state(config.model, optimizer, mesh), mesh
+    network = sharded(config.model, (devices, 1, 1))
+    optimizer, _ = make_optimizer(config.optimizer, network, 8)
+    return create_state(network, optimizer, 0), abstract_state(network, optimizer), network.mesh
 
 
 def assert_equal(a, b):
@@ -74,9 +73,9 @@ OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 @cache
 def abstract_on(sizes):
     """Return the state of a network with every feature and Muon. Three and five devices divide few of its sizes."""
-    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-    optimizer, _ = make_optimizer(replace(OTHER.optimizer, matrices=MatricesConfig(0.01, kind="muon")), OTHER.model, 8)
-    return abstract_state(OTHER.model, optimizer, mesh)
+    network, options = sharded(OTHER.model, sizes), replace(OTHER.optimizer, matrices=MatricesConfig(0.01, kind="muon"))
+    optimizer, _ = make_optimizer(options, network, 8)
+    return abstract_state(network, optimizer)
 
 
 @pytest.mark.medium
@@ -227,9 +226,9 @@ def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):
 def test_another_network_or_optimizer_is_refused_with_what_differs(tmp_path):
     saved(tmp_path)
     config, abstract = tiny_config(), state_on(1)[1]
-    wider = replace(config.model, width=48)
+    wider = sharded(replace(config.model, width=48))
     optimizer, _ = make_optimizer(config.optimizer, wider, 8)
-    wide = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
+    wide = abstract_state(wider, optimizer)
     message = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
     with pytest.raises(UserError, match=message):
         Saver(tmp_path, KEEP_ALL).restore_newest(wide)

@@ -20,7 +20,7 @@ from configs.validation import resolved
 from data.loader import StepBatches, to_devices
 from training.build import build
 from training.optimizer import path_name
-from training.state import split_model
+from training.sharded import split_model
 
 STEPS, ROWS, LENGTH, HEAD_DIM = 10, 4, 128, 32
 INITIAL, CHANGE, NORM = "initial size", "change", "norm of the change"

@@ -12,11 +12,12 @@ from flax import nnx
 from configs.schema import GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
-from training.mesh import parameter_layouts, resized
+from training.mesh import resized
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
+from training.sharded import split_model
 from training.shares import ShardLayout
-from training.state import TrainState, split_model, stored_as
+from training.state import TrainState, stored_as
 
 ROWS, DATA, FSDP, STEPS = 32, 2, 2, 4
 CONFIG = with_options(
@@ -54,7 +55,7 @@ def measured() -> tuple[dict, list[ShardLayout], dict]:
     after, metrics = built.measuring_step(state, placed(built, rows_of_random_lengths()))
     for leaf, expected in zip(jax.tree.leaves(after), jax.tree.leaves(built.abstract_state), strict=True):
         assert leaf.sharding == expected.sharding
-    layouts = parameter_layouts(CONFIG.model, built.mesh)
+    layouts = built.network.layouts
     after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, layouts)
     return jax.device_get(metrics), jax.tree.leaves(layouts), after
 

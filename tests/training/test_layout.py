@@ -14,7 +14,8 @@ from configs.nanochat import network_of_depth
 from configs.schema import BATCH_AXES, DATA_AXES, MeshConfig
 from configs.validation import resolved
 from model.gpt import Parameter, kinds
-from training.mesh import batch_devices, data_parts, make_mesh, resized, spec_of
+from training.mesh import batch_devices, data_parts, make_mesh, resized
+from training.sharded import spec_of
 from training.shares import all_gather_data, reduce_scatter_data, shard_layout
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
-from training.mesh import make_mesh, resized, spec_of
+from training.mesh import make_mesh, resized
 from training.muon import momentum_at, muon, orthogonalise_all
+from training.sharded import spec_of
 from training.shares import shard_layout
 
 CONFIG, CONSTANT = MuonConfig(), ScheduleConfig("constant")

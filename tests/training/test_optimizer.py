@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from configs.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig, UserError
-from tests.helpers import TINY
+from tests.helpers import TINY, sharded
 from training.optimizer import make_optimizer, scale_by_adam
-from training.state import split_model
+from training.sharded import split_model
 
 CONSTANT = ScheduleConfig("constant")
 SHAPES = split_model(TINY, jnp.dtype("float32"))[1]
@@ -25,7 +25,7 @@ def random_tree(seed):
 def test_an_unknown_group_is_refused_with_its_parameter(monkeypatch):
     monkeypatch.setattr("training.optimizer.parameter_groups", lambda model: {"blocks": {0: {"gate": "gates"}}})
     with pytest.raises(UserError, match=r"blocks\.0\.gate declares the optimizer group 'gates', but .* embed,"):
-        make_optimizer(OptimizerConfig(), TINY, 100)
+        make_optimizer(OptimizerConfig(), sharded(TINY), 100)
 
 
 def test_each_group_is_optax_adamw_with_its_own_options():
@@ -35,7 +35,7 @@ def test_each_group_is_optax_adamw_with_its_own_options():
         "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4),
     }
     config = replace(OptimizerConfig(), **groups, schedule=CONSTANT)
-    optimizer, _ = make_optimizer(config, replace(TINY, width=768), 100)
+    optimizer, _ = make_optimizer(config, sharded(replace(TINY, width=768)), 100)
     params, state = random_tree(0), optimizer.init(random_tree(0))
     for step in range(3):
         updates, state = optimizer.update(random_tree(step + 1), state, params, step=jnp.array(step))
@@ -56,13 +56,13 @@ def test_a_factor_and_a_warmup_hold_for_every_group(kind):
     plain = replace(OptimizerConfig(), matrices=replace(OptimizerConfig().matrices, kind=kind))
     gentle = replace(plain, rate_factor=0.1, schedule=ScheduleConfig(warmup_steps=4))
     (_, full), (_, rates) = (
-        make_optimizer(config, replace(TINY, smear=True, width=32), 100) for config in (plain, gentle)
+        make_optimizer(config, sharded(replace(TINY, smear=True, width=32)), 100) for config in (plain, gentle)
     )
     for group, rate in rates.items():
         for step, share in [(0, 0.25), (3, 1), (50, 1)]:
             assert float(rate(step)) == pytest.approx(0.1 * share * float(full[group](step)))
     longer = replace(gentle, x0_lambdas=replace(gentle.x0_lambdas, warmup_steps=8))
-    _, later = make_optimizer(longer, replace(TINY, x0_lambdas=True), 100)
+    _, later = make_optimizer(longer, sharded(replace(TINY, x0_lambdas=True)), 100)
     assert float(later["x0_lambdas"](3)) == pytest.approx(0.05 * longer.x0_lambdas.peak_rate)
     assert float(later["lm_head"](3)) == float(rates["lm_head"](3))
 

@@ -35,7 +35,7 @@ def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
     config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))
     built = build(config, jax.devices()[:1])
     state, batch = built.abstract_state, built.abstract_batch()
-    generate: Any = make_generate(config.model, built.dtype, built.mesh)
+    generate: Any = make_generate(built.network)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     options = {"prefill": 128, "temperature": 0.0, "top_k": 0}
     programs = {
