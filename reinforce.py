@@ -41,6 +41,7 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
     state, step = resume_point.state, resume_point.step
     profile = Profile(config, step)
     log = RewardLog(built, questions, resume_point, start.batches_after(resume_point, built, questions), times)
+    checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()

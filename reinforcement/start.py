@@ -64,12 +64,15 @@ def open_task(config: Config) -> tuple[Build, Text, Task]:
 class RewardLog(MetricsLog):
     """The log of a run of reinforcement. Its loss is no measure: it compares answers with each other."""
 
+    SCORE, SIGN = "pass_at_1", -1
+
     def shown(self, line: dict) -> str:
         return f"reward {line['reward']:.3f}"
 
     def evaluation(self, step: int, results: dict) -> None:
         """Write the results of an evaluation on held-out questions."""
         self.write(step, results)
+        self.scores[step] = self.SIGN * results[self.SCORE]
         most = powers_of_two(self.config.reinforce.samples)[-1]
 
         def with_interval(name: str) -> str:

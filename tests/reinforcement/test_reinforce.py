@@ -152,6 +152,18 @@ def test_steps_whose_questions_all_have_equal_rewards_change_nothing_and_are_no_
 
 
 @pytest.mark.medium
+def test_the_checkpoint_with_the_best_pass_at_1_is_kept_also_by_a_later_start(folder, again, monkeypatch):
+    figures = {"pass_at_1": iter([0.0, 0.5, 0.1, 0.2, 0.3])}  # after 0, 2, 4, 6 and 8 steps
+    evaluated = reinforce.Rollouts.__call__
+    changed = lambda *arguments: evaluated(*arguments) | {name: next(values) for name, values in figures.items()}
+    monkeypatch.setattr(reinforce.Rollouts, "__call__", changed)
+    options = ("--run_dir=best", "--eval.every_steps=2", "--checkpoint.keep=1")
+    for words, kept in [((), ["2", "6"]), (("--steps=8", "--accept_changes"), ["2", "8"])]:
+        assert again(*options, *words) == 0
+        assert sorted(path.name for path in (folder / "best/checkpoints").iterdir()) == kept
+
+
+@pytest.mark.medium
 def test_gsm8k_s_problems_are_answered(folder, again):
     for part in ("train", "test"):
         answers = [f"<<{i}+1={i + 1}>>\n#### {i + 1}" for i in range(5)]
