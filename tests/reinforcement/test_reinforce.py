@@ -137,9 +137,7 @@ def test_two_processes_on_another_mesh_change_only_rounding(folder):
 
 
 @pytest.mark.medium
-def test_steps_whose_questions_all_have_equal_rewards_change_nothing_and_are_no_failure(
-    folder, again, monkeypatch, capfd
-):
+def test_steps_whose_rewards_are_all_equal_change_nothing_and_are_no_failure(folder, again, monkeypatch, capfd):
     monkeypatch.setattr(Sums, "reward", lambda *_: 1.0)
     assert again("--run_dir=solved", "--steps=12") == 0
     lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
@@ -153,9 +151,8 @@ def test_steps_whose_questions_all_have_equal_rewards_change_nothing_and_are_no_
 
 @pytest.mark.medium
 def test_the_checkpoint_with_the_best_pass_at_1_is_kept_also_by_a_later_start(folder, again, monkeypatch):
-    figures = {"pass_at_1": iter([0.0, 0.5, 0.1, 0.2, 0.3])}  # after 0, 2, 4, 6 and 8 steps
-    evaluated = reinforce.Rollouts.__call__
-    changed = lambda *arguments: evaluated(*arguments) | {name: next(values) for name, values in figures.items()}
+    evaluated, figures = reinforce.Rollouts.__call__, iter([0.0, 0.5, 0.1, 0.2, 0.3])  # after 0, 2, 4, 6 and 8 steps
+    changed = lambda *arguments: evaluated(*arguments) | {"pass_at_1": next(figures)}
     monkeypatch.setattr(reinforce.Rollouts, "__call__", changed)
     options = ("--run_dir=best", "--eval.every_steps=2", "--checkpoint.keep=1")
     for words, kept in [((), ["2", "6"]), (("--steps=8", "--accept_changes"), ["2", "8"])]:
