@@ -1,12 +1,13 @@
-# make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
+# make train [CONFIG=configs/small.py] [ARGS=--name=mine]      set up, then train
 # make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
-# make reinforce [ARGS=--seed=1]                               fine-tune that run on sums, and improve it by reinforcement
+# make reinforce [ARGS="--seed=1 --name=second"]               fine-tune that run on sums, and improve it by reinforcement
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make check                                                   lint, format, types, imports
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone, with what the tests need; the driver chooses
 #                                                              CUDA unless it is named
 # make image [EXTRA=cuda,gcs] [PLATFORM=linux/amd64]           fetch wheels, and build the image `tokensum` from them
+# The same command again continues what was interrupted. ARGS that change a result need a --name of their own.
 
 CONFIG ?= configs/small.py
 ARGS ?=
@@ -21,7 +22,7 @@ LIST := $(subst $(comma), ,$(EXTRA))
 # What only tests and checks need takes half a minute to install: training does without.
 DEV := $(if $(filter-out train chat reinforce,$(MAKECMDGOALS)),dev)
 EXTRAS := $(subst $(empty) ,$(comma),$(strip $(DEV) $(LIST)))
-# One stamp for each choice of extras, made again when pyproject.toml changes.
+# One stamp for each choice of extras, made again when pyproject.toml changes. Stamps are deleted before what they mark.
 STAMP := $(VENV)/installed-$(or $(subst $(comma),-,$(EXTRAS)),base)
 
 .PHONY: train chat reinforce test setup check docs image
@@ -41,12 +42,16 @@ chat: setup
 	$(BIN)/python train.py $(CHAT) $(ARGS)
 	$(BIN)/python chat.py --run_dir=$(TUNED)
 
-# What exists is not made again: runs/small, runs/chat and runs/sums.
-reinforce: setup
+# data.prepare refuses a file whose time has changed, so it is made once, and never half.
+build/sums.jsonl: | setup
+	mkdir -p build
+	$(BIN)/python -m reinforcement.tasks > $@.partial
+	mv $@.partial $@
+
+# What exists is not made again: runs/small, runs/chat, build/sums.jsonl and runs/sums.
+reinforce: setup build/sums.jsonl
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
 	test -f runs/chat/summary.json || $(BIN)/python train.py $(CHAT)
-	mkdir -p build
-	$(BIN)/python -m reinforcement.tasks > build/sums.jsonl
 	$(BIN)/python -m data.prepare --source=build/sums.jsonl --conversations --out=build/sums --tokenizer=runs/chat/tokenizer
 	test -f runs/sums/summary.json || \
 		$(BIN)/python train.py --config=configs/chat.py --init_from=runs/chat --data.source=build/sums --name=sums \
@@ -105,7 +110,7 @@ $(STAMP): pyproject.toml
 	fi; \
 	if ! $(BIN)/python -c '$(SUITS)' 2>/dev/null || \
 		[ -n "$(PYTHON)" -a "$$($(BIN)/python -c '$(VERSION)')" != "$$($$python -c '$(VERSION)')" ]; then \
-		rm -rf $(VENV); \
+		rm -rf $(VENV)/installed-* $(VENV); \
 	fi; \
 	echo "installing into $(VENV) with $$python; this takes minutes" >&2; \
 	if command -v uv >/dev/null; then \

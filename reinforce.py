@@ -41,6 +41,7 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
     state, step = resume_point.state, resume_point.step
     profile = Profile(config, step)
     log = RewardLog(built, questions, resume_point, start.batches_after(resume_point, built, questions), times)
+    checkpoints.scores = log.scores  # the best one is kept
     if status.changes:
         log.write(step, {"changes": status.changes})
     gc.freeze()
@@ -61,8 +62,8 @@ def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Tim
             answers = rollouts.of_step(state.params, step, stop.agreed)
             if answers is None:
                 break
-            weights, left_out = advantages(answers, config.reinforce.samples)
-            figures = {"reward": sum(one.reward for one in answers) / len(answers), "left_out": left_out}
+            weights, equal_rewards = advantages(answers, config.reinforce.samples)
+            figures = {"reward": sum(one.reward for one in answers) / len(answers), "equal_rewards": equal_rewards}
             figures["tokens_per_answer"] = sum(len(one.answer.tokens) for one in answers) / len(answers)
             if train.is_due(step + 1, config.log.every_steps):
                 figures["entropy"] = rollouts.entropy(state.params, answers)

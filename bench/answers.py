@@ -69,7 +69,7 @@ def main() -> int:
     start_jax()
     network = open_network(arguments.run_dir, mesh_of_first(MeshConfig(data=1)))
     asked = list(islice(held_out_questions(network, arguments.tokens), arguments.questions))
-    right = np.zeros(len(asked), bool)
+    right = np.zeros(len(asked))
     wanted = [(question, Sampling(0.0), arguments.tokens) for question, _ in asked]
     for number, answer in Engine(network, slots=16).answers(wanted):
         (question, truth), text = asked[number], network.tokenizer.decode(answer.tokens)

@@ -285,7 +285,7 @@ class CheckpointConfig:
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training continues."""
     keep: Free[Positive[int]] = 2
-    """Number of newest checkpoints to keep; the best by val_bpb is kept too."""
+    """Number of newest checkpoints to keep; the best by val_bpb (reinforce.py: by pass@1) is kept too."""
     keep_every: Free[NotNegative[int]] = 0
     """Also keep checkpoints of steps that are multiples of this. 0: none."""
 

@@ -6,7 +6,7 @@ function of the parameters, too: nothing is saved.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import sqrt
+from math import comb, sqrt
 from typing import Any, NamedTuple
 
 import jax
@@ -85,12 +85,16 @@ class Rollouts:
 
     def batch(self, rollouts: Sequence[Rollout], weights: Float[np.ndarray, "answers"]) -> Batch:
         """Return the answers as a step's batch [K, B, T]. The tokens that the network drew have their answer's weight,
-        the others 0. Each answer has an equal part of a row, and is a document of its own."""
+        the others 0. Each answer has an equal part of a row, and is a document of its own.
+
+        A step divides by the targets whose weight is not 0. Drawn tokens count also where their weight is 0, so the
+        weights are multiplied by the share of drawn tokens whose weight is not."""
         built, part = self.built, self.config.reinforce.tokens
         rows, length = built.batch_shape[0] * built.batch_shape[1], built.batch_shape[2]
         per_row, bos = length // part, self.tokenizer.bos
         arrays: dict[str, Any] = {name: np.full((rows, length), bos, np.int32) for name in ("inputs", "targets")}
         arrays["weights"] = np.zeros((rows, length), np.float32)
+        all_drawn = 0
         for place, (rollout, weight) in enumerate(zip(rollouts, weights)):
             row, start = place // per_row, place % per_row * part
             answer, ids = rollout.answer, [*rollout.prompt, *rollout.answer.tokens, *rollout.answer.end][:part]
@@ -98,6 +102,8 @@ class Rollouts:
             arrays["inputs"][row, where], arrays["targets"][row, where] = ids[:-1], ids[1:]
             drawn = [*answer.drawn[: len(answer.tokens)], *(True for _ in answer.end)]
             arrays["weights"][row, start + len(rollout.prompt) - 1 :][: len(drawn)] = weight * np.array(drawn)
+            all_drawn += sum(drawn)
+        arrays["weights"] *= np.count_nonzero(arrays["weights"]) / max(all_drawn, 1)
         arrays["segment_ids"] = np.cumsum(arrays["inputs"] == bos, axis=-1, dtype=np.int32)
         return whole_to_devices(arrays, built.batch_shape, built.batch_sharding)
 
@@ -107,19 +113,31 @@ class Rollouts:
         return float(np.sum(np.asarray(losses), dtype=np.float64) / np.asarray(counts).sum())
 
     def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return pass@1 (greedy) and pass@k of `samples` draws on the held-out problems, each with its interval of 95%,
-        and some answers; None once `should_stop()`."""
-        samples = self.config.reinforce.samples
+        """Return `greedy_accuracy`, and `pass_at_1`, `pass_at_2`, `pass_at_4`, ... of at most `samples` draws, on the
+        held-out problems, each with its interval of 95%, and some greedy answers; None once `should_stop()`. An answer
+        with reward 1 is right."""
         greedy = self.drawn(params, [(problem, Sampling(0.0)) for problem in self.held_out], should_stop)
-        hot = [Sampling(self.config.reinforce.temperature, 0, seed=seed) for seed in range(samples)]
-        several = [(problem, sampling) for problem in self.held_out for sampling in hot]
-        drawn = greedy and self.drawn(params, several, should_stop)
+        drawn = greedy and self.drawn(params, self.questions_of_evaluation(), should_stop)
         if not greedy or not drawn:
             return None
-        right = np.array([one.reward for one in drawn]).reshape(-1, samples).max(axis=1) == 1
+        figures = figures_of("greedy_accuracy", np.array([one.reward == 1 for one in greedy], float))
+        samples = self.config.reinforce.samples
+        right = np.array([one.reward == 1 for one in drawn]).reshape(-1, samples)
+        for k in powers_of_two(samples):
+            figures |= figures_of(f"pass_at_{k}", pass_at(k, right))
         shown = [f"reward {one.reward:g}: {one.problem.question}\n{one.text}" for one in greedy[:SHOWN]]
-        ones = figures_of("pass_at_1", np.array([one.reward for one in greedy]) == 1)
-        return ones | figures_of("pass_at_k", right) | {"k": samples, "samples": shown}
+        return figures | {"samples": shown}
+
+    def questions_of_evaluation(self) -> list[tuple[Problem, Sampling]]:
+        """Return the held-out problems, `samples` times each, with a seed for each draw: a function of the run's seed
+        and of the numbers of problem and draw. Prompts of one length with one seed would share all random numbers."""
+        options = self.config.reinforce
+        asked = []
+        for number, problem in enumerate(self.held_out):
+            # The last number keeps them apart from the seeds of step `number`.
+            seeds = np.random.default_rng([self.config.seed, number, 1]).integers(2**32, size=options.samples)
+            asked += [(problem, Sampling(options.temperature, 0, seed=int(seed))) for seed in seeds]
+        return asked
 
 
 def whole_to_devices(batch: dict[str, np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
@@ -139,17 +157,32 @@ def answers_of_step(config: Config) -> int:
 
 
 def advantages(rollouts: Sequence[Rollout], samples: int) -> tuple[Float[np.ndarray, "answers"], float]:
-    """Return each answer's reward less the mean of its question's answers, and the share of questions that are left
-    out: those whose answers all have one reward."""
+    """Return each answer's reward less the mean of its question's answers, and the share of questions whose answers
+    all have one reward: their advantages are exactly 0."""
     rewards = np.array([rollout.reward for rollout in rollouts]).reshape(-1, samples)
-    left_out = rewards.max(axis=1) == rewards.min(axis=1)
-    weights = np.where(left_out[:, None], 0, rewards - rewards.mean(axis=1, keepdims=True))
-    return weights.ravel().astype(np.float32), float(left_out.mean())
+    equal = rewards.max(axis=1) == rewards.min(axis=1)
+    weights = np.where(equal[:, None], 0, rewards - rewards.mean(axis=1, keepdims=True))  # a mean may be rounded
+    return weights.ravel().astype(np.float32), float(equal.mean())
 
 
-def figures_of(name: str, right: Bool[np.ndarray, "problems"]) -> dict[str, Any]:
-    """Return the share of right answers, and its interval of 95% (E. B. Wilson, JASA 22, 1927)."""
-    count, share, z = len(right), float(right.mean()), 1.96
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `most`."""
+    return [2**i for i in range(most.bit_length())]
+
+
+def pass_at(k: int, right: Bool[np.ndarray, "problems samples"]) -> Float[np.ndarray, "problems"]:
+    """Return for each problem an unbiased estimate of the probability that one of `k` draws is right
+    (arXiv:2107.03374)."""
+    samples = right.shape[1]
+    wrong = (~right).sum(axis=1).tolist()
+    return np.array([1 - comb(count, k) / comb(samples, k) for count in wrong])
+
+
+def figures_of(name: str, shares: Float[np.ndarray, "problems"]) -> dict[str, Any]:
+    """Return the mean over problems of their shares of right answers, and its interval of 95% (E. B. Wilson, JASA 22,
+    1927), for as many answers, each right or wrong, as give the mean the same variance."""
+    share, variance, z = float(shares.mean()), float(shares.var()), 1.96
+    count = len(shares) * share * (1 - share) / variance if variance else len(shares)
     middle, half = share + z * z / (2 * count), z * sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
     return {name: share, f"{name}_interval": {"low": low, "high": high}}

@@ -11,7 +11,7 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.network import require_chat_tokens
 from hosts.distributed import check_hosts_agree
-from reinforcement.rollouts import answers_of_step, prompt_of
+from reinforcement.rollouts import answers_of_step, powers_of_two, prompt_of
 from reinforcement.tasks import TASKS, Task
 from run.init_from import require_same_network
 from run.log import MetricsLog
@@ -64,23 +64,31 @@ def open_task(config: Config) -> tuple[Build, Text, Task]:
 class RewardLog(MetricsLog):
     """The log of a run of reinforcement. Its loss is no measure: it compares answers with each other."""
 
+    SCORE, SIGN = "pass_at_1", -1
+
     def shown(self, line: dict) -> str:
         return f"reward {line['reward']:.3f}"
 
     def evaluation(self, step: int, results: dict) -> None:
         """Write the results of an evaluation on held-out questions."""
         self.write(step, results)
-        once, several = results["pass_at_1_interval"], results["pass_at_k_interval"]
+        self.scores[step] = self.SIGN * results[self.SCORE]
+        most = powers_of_two(self.config.reinforce.samples)[-1]
+
+        def with_interval(name: str) -> str:
+            interval = results[f"{name}_interval"]
+            return f"{results[name]:.3f} ({interval['low']:.3f} to {interval['high']:.3f})"
+
         LOGGER.info(
-            f"step {step}: pass@1 {results['pass_at_1']:.3f} ({once['low']:.3f} to {once['high']:.3f}), "
-            f"pass@{results['k']} {results['pass_at_k']:.3f} ({several['low']:.3f} to {several['high']:.3f})"
+            f"step {step}: greedy accuracy {with_interval('greedy_accuracy')}, pass@1 {with_interval('pass_at_1')}, "
+            f"pass@{most} {with_interval(f'pass_at_{most}')}"
         )
 
     def _report_spike(self, step: int, loss: float) -> None:
         """Report nothing: advantages sum to zero, so a loss has no size."""
 
     def _count_skipped(self, step: int, values: dict) -> None:
-        """Report a step whose questions were all left out. It is no failure, however many follow each other."""
+        """Report a step whose advantages are all 0. It is no failure, however many follow each other."""
         if values["valid_tokens"]:
             super()._count_skipped(step, values)
             return

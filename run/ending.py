@@ -129,7 +129,7 @@ def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[di
 
 
 FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
-FIGURES |= {"reward": "reward", "pass_at_1": "pass@1"}
+FIGURES |= {"reward": "reward", "greedy_accuracy": "greedy accuracy", "pass_at_1": "pass@1"}
 
 
 def complete(config: Config, state: TrainState, tokens: int, seconds: float, times: Times) -> Exit:
@@ -191,7 +191,8 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
         return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
 
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    losses |= {name: value for name in ("reward", "pass_at_1") if (value := newest(name)) is not None}
+    of_reinforcement = {name: newest(name) for name in ("reward", "greedy_accuracy", "pass_at_1")}
+    losses |= {name: value for name, value in of_reinforcement.items() if value is not None}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
     return summary, newest("samples") or []

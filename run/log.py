@@ -92,6 +92,9 @@ class MetricsLog:
     the newest at once. One reading of the metrics serves the file, the bar, the reports and the watchdog. Every process
     must have one, and call its methods together."""
 
+    SCORE, SIGN = "val_bpb", 1
+    """The figure of an evaluation that chooses the best checkpoint; 1 if the lowest is best, -1 if the highest is."""
+
     def __init__(self, built: Build, text: Text, resume_point: ResumePoint, step_batches: StepBatches, times: Times):
         """Drop the lines after `resume_point`. `step_batches` are those that follow it, by number."""
         config = self.config = built.config
@@ -107,8 +110,9 @@ class MetricsLog:
         wandb = partial(Wandb, config) if config.log.wandb else None
         self.writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
         lines = [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
-        self.scores = {line["step"]: line["val_bpb"] for line in lines if line.get("val_bpb") is not None}
-        """Bits per byte of each evaluated step, by the lines that are on this machine."""
+        evaluated = [line for line in lines if line.get(self.SCORE) is not None]
+        self.scores = {line["step"]: self.SIGN * line[self.SCORE] for line in evaluated}
+        """The score of each evaluated step, by the lines that are on this machine: the lowest is best."""
         self.bar = tqdm(
             total=config.steps,
             initial=resume_point.step,
@@ -224,7 +228,7 @@ class MetricsLog:
     def evaluation(self, step: int, results: dict) -> None:
         """Write the results of an evaluation on held-out text."""
         self.write(step, results)
-        self.scores[step] = results["val_bpb"]
+        self.scores[step] = self.SIGN * results[self.SCORE]
         error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
         loss, bits = results["val_loss"], results["val_bpb"]
         of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)

@@ -68,7 +68,7 @@ class Saver(Checkpoints):
         self.overdue = False
         """True if the last save failed; the same on every process."""
         self.scores: Mapping[int, float] = {}
-        """Bits per byte of each evaluated step, on the first process: the best checkpoint is kept."""
+        """The score of each evaluated step, on the first process: the checkpoint with the lowest is kept."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
@@ -231,7 +231,7 @@ class Saver(Checkpoints):
             LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 
     def _old(self, steps: list[int]) -> list[int]:
-        """Return those of `steps` to delete: all but the newest, every n-th, and the best by bits per byte."""
+        """Return those of `steps` to delete: all but the newest, every n-th, and the best by score."""
         every = self.config.keep_every
         keep = {*steps[-self.config.keep :], *(step for step in steps if every and step % every == 0)}
         # NaN is not a score: it would be the best.

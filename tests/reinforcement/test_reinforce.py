@@ -81,16 +81,17 @@ def test_a_run_writes_what_it_promises(folder):
     assert [line["step"] for line in evaluated] == [0, 3, 6]
     for line in logged:
         assert 0 < line["reward"] < 1 and 1 < line["tokens_per_answer"] < 64
-        assert (1 - line["left_out"]) * 4 == round((1 - line["left_out"]) * 4) > 0
+        assert (1 - line["equal_rewards"]) * 4 == round((1 - line["equal_rewards"]) * 4) > 0
         assert 0 < line["valid_tokens"] <= 16 * (line["tokens_per_answer"] + 1)
     assert logged[0]["entropy"] == pytest.approx(5.1, abs=0.5)  # of 300 tokens, after six steps
     for line in evaluated:
-        for name in ("pass_at_1", "pass_at_k"):
+        for name in ("greedy_accuracy", "pass_at_1", "pass_at_2", "pass_at_4"):
             interval = line[f"{name}_interval"]
             assert 0 <= interval["low"] <= line[name] <= interval["high"] + 1e-9 and interval["high"] <= 1 + 1e-9
-        assert line["k"] == 4 and len(line["samples"]) == 3 and line["samples"][0].startswith("reward ")
+        assert line["pass_at_1"] <= line["pass_at_2"] <= line["pass_at_4"] and "pass_at_8" not in line
+        assert len(line["samples"]) == 3 and line["samples"][0].startswith("reward ")
     board = EventAccumulator(str(folder / "whole/tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert {"reward", "left_out", "entropy", "tokens_per_answer", "pass_at_1"} <= {*board.Tags()["scalars"]}
+    assert {"reward", "equal_rewards", "entropy", "tokens_per_answer", "pass_at_1"} <= {*board.Tags()["scalars"]}
     assert "samples/2/text_summary" in board.Tags()["tensors"]
     assert summary(folder / "whole")["steps"] == 6 and load_tokenizer(folder / "whole/tokenizer")
 
@@ -120,7 +121,7 @@ def assert_close(run_dir: Path, whole: Path) -> None:
     """Require the same answers, and norms that differ by rounding."""
     ours, theirs = ([line for line in lines_of(one) if "reward" in line] for one in (run_dir, whole))
     for line, expected in zip(ours, theirs, strict=True):
-        for name in ("reward", "left_out", "tokens_per_answer", "valid_tokens"):
+        for name in ("reward", "equal_rewards", "tokens_per_answer", "valid_tokens"):
             assert line[name] == expected[name], (line["step"], name)
         for name in ("grad_norm", "entropy"):
             assert line[name] == pytest.approx(expected[name], rel=1e-4), (line["step"], name)
@@ -136,15 +137,27 @@ def test_two_processes_on_another_mesh_change_only_rounding(folder):
 
 
 @pytest.mark.medium
-def test_steps_whose_questions_are_all_left_out_change_nothing_and_are_no_failure(folder, again, monkeypatch, capfd):
+def test_steps_whose_rewards_are_all_equal_change_nothing_and_are_no_failure(folder, again, monkeypatch, capfd):
     monkeypatch.setattr(Sums, "reward", lambda *_: 1.0)
     assert again("--run_dir=solved", "--steps=12") == 0
     lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
-    assert [line["left_out"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
+    assert [line["equal_rewards"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
     output = capfd.readouterr().out
     assert "step 12 changed nothing: each question's answers have one reward" in output
     reached = summary(folder / "solved")
-    assert f"reward {reached['reward']:.4f}, pass@1 {reached['pass_at_1']:.4f}\n" in output and "loss nan" not in output
+    figures = f"greedy accuracy {reached['greedy_accuracy']:.4f}, pass@1 {reached['pass_at_1']:.4f}\n"
+    assert f"reward {reached['reward']:.4f}, {figures}" in output and "loss nan" not in output
+
+
+@pytest.mark.medium
+def test_the_checkpoint_with_the_best_pass_at_1_is_kept_also_by_a_later_start(folder, again, monkeypatch):
+    evaluated, figures = reinforce.Rollouts.__call__, iter([0.0, 0.5, 0.1, 0.2, 0.3])  # after 0, 2, 4, 6 and 8 steps
+    changed = lambda *arguments: evaluated(*arguments) | {"pass_at_1": next(figures)}
+    monkeypatch.setattr(reinforce.Rollouts, "__call__", changed)
+    options = ("--run_dir=best", "--eval.every_steps=2", "--checkpoint.keep=1")
+    for words, kept in [((), ["2", "6"]), (("--steps=8", "--accept_changes"), ["2", "8"])]:
+        assert again(*options, *words) == 0
+        assert sorted(path.name for path in (folder / "best/checkpoints").iterdir()) == kept
 
 
 @pytest.mark.medium
@@ -157,7 +170,7 @@ def test_gsm8k_s_problems_are_answered(folder, again):
         pyarrow.parquet.write_table(pyarrow.table(rows), file)
     assert again("--reinforce.task=gsm8k", "--eval.bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
     _, line, last = read_metrics(folder / "gsm8k")
-    assert line["left_out"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
+    assert line["equal_rewards"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
 
 
 @pytest.mark.parametrize(

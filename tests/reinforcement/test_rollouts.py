@@ -10,7 +10,7 @@ from configs.schema import MeshConfig, ReinforceConfig, with_options
 from data.tokenizer import CHAT_TOKENS
 from evaluation.engine import Answer
 from model.sampling import Sampling
-from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of
+from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of, pass_at
 from reinforcement.tasks import Problem, Sums
 from tests.evaluation.test_engine import SPECIAL, TOKENIZER
 from tests.helpers import ALL_FEATURES, built_on, distance, initial_state, perturbed, tiny_config
@@ -41,12 +41,25 @@ def rollouts_on(split: tuple[int, int, int, int]) -> Rollouts:
     return made
 
 
-def test_an_advantage_is_a_reward_less_its_question_s_mean_and_equal_rewards_are_left_out():
+def test_an_advantage_is_a_reward_less_its_question_s_mean_and_exactly_0_for_equal_rewards():
     rewards = [1, 0, 0, 0, 1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1, 2, 1, 1, 0]
-    weights, left_out = advantages([rollout(reward) for reward in rewards], 4)
-    assert weights.tolist() == [0.75, -0.25, -0.25, -0.25, *[0] * 8, 1, 0, 0, -1] and left_out == 0.5
-    weights, left_out = advantages([rollout(reward) for reward in (0.1, 0.1, 0.1)], 3)  # whose mean is rounded
-    assert not weights.any() and left_out == 1
+    weights, equal = advantages([rollout(reward) for reward in rewards], 4)
+    assert weights.tolist() == [0.75, -0.25, -0.25, -0.25, *[0] * 8, 1, 0, 0, -1] and equal == 0.5
+    weights, equal = advantages([rollout(reward) for reward in (0.1, 0.1, 0.1)], 3)  # whose mean is rounded
+    assert not weights.any() and equal == 1
+
+
+def test_the_divisor_counts_all_drawn_tokens_also_those_whose_advantage_is_0():
+    """Compare graded rewards, of which half equal their question's mean, with rewards that differ from them by 1e-6."""
+    ours, lengths = rollouts_on((1, 1, 1, 8)), [3, 9, 30, 5]
+
+    def contributions(rewards: list[float]) -> np.ndarray:
+        some = [rollout(reward, length) for reward, length in zip(rewards, lengths)]
+        weights = np.asarray(ours.batch(some, advantages(some, 4)[0])["weights"])
+        return weights / np.count_nonzero(weights)  # as the step divides
+
+    graded, near = contributions([1, 0, 0.5, 0.5]), contributions([1, 0, 0.5 + 1e-6, 0.5 - 1e-6])
+    assert np.abs(graded - near).max() < 1e-6 and graded.max() == pytest.approx(0.5 / sum(lengths + np.ones(4)))
 
 
 def test_only_tokens_that_the_network_drew_have_the_advantage():
@@ -70,21 +83,22 @@ def test_only_tokens_that_the_network_drew_have_the_advantage():
 
 @pytest.mark.medium
 def test_equal_answers_give_equal_parameters_in_micro_batches_on_a_mesh_of_all_axes():
-    """Take two steps on answers of 1 to 50 tokens. The whole step in one micro-batch is the measure."""
-    lengths = np.geomspace(1, 50, ANSWERS).round().astype(int)
+    """Take two steps on answers of 1 to 50 tokens, of which half have the mean reward of their question. The whole step
+    in one micro-batch is the measure."""
+    lengths, rewards = np.geomspace(1, 50, ANSWERS).round().astype(int), np.resize([1, 0, 0.5, 0.5], ANSWERS)
     after = []
     for ours in map(rollouts_on, ((1, 1, 1, 8), (2, 2, 2, 1))):
         state = initial_state(TINY.model, TINY.optimizer)
         state = stored_as(state._replace(params=perturbed(state.params)), ours.built.abstract_state)
         for step in range(2):
-            some = [rollout((i + step) % 3 == 0, size, step) for i, size in enumerate(lengths)]
+            some = [rollout(reward, size, step) for reward, size in zip(rewards, lengths)]
             weights, _ = advantages(some, 4)
             state, metrics = ours.built.train_step(state, ours.batch(some, weights))
         like = initial_state(TINY.model, TINY.optimizer).params
         params = jax.tree.map(lambda leaf, shape: resized(np.asarray(leaf), shape.shape), state.params, like)
         after.append((params, float(metrics["grad_norm"]), int(metrics["valid_tokens"])))
     (whole, norm, tokens), (divided, other_norm, other_tokens) = after
-    assert tokens == other_tokens == sum(lengths + 1) and norm == pytest.approx(other_norm, rel=1e-4)
+    assert tokens == other_tokens == sum(lengths[rewards != 0.5] + 1) and norm == pytest.approx(other_norm, rel=1e-4)
     assert distance(divided, whole) < 1e-5
 
 
@@ -113,9 +127,60 @@ def test_a_question_without_room_has_an_empty_answer_and_no_weight():
     assert ours.drawn({}, asked, lambda: True) is None
 
 
+def held_out(problems: int, samples: int) -> Rollouts:
+    """Return rollouts with this many held-out problems, without an engine."""
+    ours = rollouts_on((1, 1, 1, 8))
+    ours.config = with_options(TINY, {"reinforce": replace(TINY.reinforce, samples=samples)})
+    ours.held_out = [Problem(str(number), "1") for number in range(problems)]
+    return ours
+
+
+def test_no_two_draws_of_an_evaluation_or_a_step_share_their_seed(monkeypatch):
+    ours, of_steps = held_out(128, 16), []
+    ours.task = Sums(TINY.reinforce, 0, "")
+    monkeypatch.setattr(Rollouts, "drawn", lambda self, params, questions, stop: of_steps.extend(questions))
+    ours.of_step({}, 0, lambda: False)
+    asked = ours.questions_of_evaluation()
+    assert [problem for problem, _ in asked] == [problem for problem in ours.held_out for _ in range(16)]
+    assert len({sampling.seed for _, sampling in [*asked, *of_steps]}) == 128 * 16 + 4 * 16
+    assert held_out(2, 16).questions_of_evaluation() == asked[:32]  # a function of problem and draw
+
+
+def test_an_evaluation_has_the_greedy_accuracy_and_pass_at_every_power_of_two(monkeypatch):
+    """Draw 6 answers to each of 2 problems, of which 0 and 3 are right. The greedy answers are right."""
+    ours = held_out(2, 6)
+
+    def drawn(self, params, questions, should_stop):
+        rewards = [1, 1] if len(questions) == 2 else [0, 0.5, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1]
+        return [rollout(reward) for reward in rewards]
+
+    monkeypatch.setattr(Rollouts, "drawn", drawn)
+    figures = ours({}, lambda: False)
+    assert figures["greedy_accuracy"] == 1 and "pass_at_6" not in figures and "pass_at_8" not in figures
+    # One less the share of sets of k draws that are all wrong: 3 of 6, 3 of 15, 0 of 15.
+    for k, of_second in ((1, 1 / 2), (2, 4 / 5), (4, 1)):
+        assert figures[f"pass_at_{k}"] == pytest.approx(of_second / 2)
+
+
+def test_pass_at_k_is_unbiased_and_95_percent_of_its_intervals_have_the_true_mean():
+    generator, trials = np.random.default_rng(0), 400
+    covered, means = {1: 0, 4: 0, 16: 0}, {1: [], 4: [], 16: []}
+    truth = {k: 1 - 3 / (3 + k) for k in means}  # the mean of 1 - (1 - p)^k if p has the density 3 (1 - p)^2
+    for _ in range(trials):
+        chance = generator.beta(1, 3, 128)
+        right = generator.random((128, 16)) < chance[:, None]
+        for k in means:
+            figures = figures_of("pass", pass_at(k, right))
+            means[k].append(figures["pass"])
+            covered[k] += figures["pass_interval"]["low"] <= truth[k] <= figures["pass_interval"]["high"]
+    for k in means:
+        assert np.mean(means[k]) == pytest.approx(truth[k], abs=4 * np.std(means[k]) / trials**0.5)
+        assert 0.92 <= covered[k] / trials <= 0.98
+
+
 @pytest.mark.parametrize("right, of, low, high", [(0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1)])
 def test_the_interval_is_wilson_s(right, of, low, high):
-    interval = figures_of("pass", np.arange(of) < right)["pass_interval"]
+    interval = figures_of("pass", (np.arange(of) < right).astype(float))["pass_interval"]
     assert (interval["low"], interval["high"]) == pytest.approx((low, high), abs=1e-4)
 
 
