@@ -41,7 +41,7 @@ class Corpus:
     source: str
     files: list[SourceFile]
     version: str
-    """The hub's revision, or a digest of names, sizes and times of change. It changes with any file."""
+    """The hub's revision, or a digest of the files (`listing._version`). It changes with any of them."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
     left_out: str = ""
@@ -69,9 +69,7 @@ class Corpus:
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
-            # pyarrow's errors of damaged content have no number.
-            lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
-            raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
+            raise unreadable(file, error) from error
 
     def chat_format(self) -> str:
         """Return the format of the first conversation; "" if it is a list of messages, or cannot be read."""
@@ -167,6 +165,13 @@ class Corpus:
         at = next((i for i, message in enumerate(messages) if not of_system(message)), 0)
         is_greeted = bool(messages) and isinstance(messages[at], dict) and messages[at].get("role") == "assistant"
         return document_of(messages[:at] + messages[at + 1 :] if is_greeted else messages), GREETING * is_greeted
+
+
+def unreadable(file: SourceFile, error: Exception) -> UserError | StorageLost:
+    """Return the error to raise for a file that cannot be read: StorageLost if a disk fails, otherwise UserError."""
+    # pyarrow's errors of damaged content have no number.
+    is_lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
+    return (StorageLost if is_lost else UserError)(f"{file.url}: cannot be read to its end: {error}")
 
 
 def open_source(file: SourceFile) -> io.BufferedReader:

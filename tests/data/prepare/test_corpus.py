@@ -1,13 +1,17 @@
+import errno
 import gzip
+import os
 import re
 import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from configs.schema import UserError
+from data.prepare import listing
 from data.prepare.chat_formats import OTHERWISE
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus, hold_out
@@ -213,6 +217,28 @@ def test_several_sources_are_one_corpus_in_their_order(tmp_path):
     for other in ("stdlib", "hf:owner/name"):
         with pytest.raises(UserError, match="several sources are files, folders and globs on this machine"):
             find_corpus([sources[0], other])
+
+
+def test_a_source_is_another_version_exactly_if_its_text_is(tmp_path, monkeypatch):
+    """A small source is compared by content, a large one by sizes and times of change."""
+
+    def version(text: str, changed: int = 1_700_000_000) -> str:
+        (tmp_path / "a.txt").write_text(text)
+        os.utime(tmp_path / "a.txt", (changed, changed))
+        return find_corpus(str(tmp_path)).version
+
+    first = version("one")
+    assert version("two") != first
+    assert version("one", 1_800_000_000) == first
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert find_corpus(str(tmp_path)).version != first
+    monkeypatch.setattr(listing, "COMPARED_BYTES", 2)
+    assert version("one") == version("two") != version("one", 1_800_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "COMPARED_BYTES", 99)
+        patch.setattr(listing, "open_source", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(UserError, match=r"a\.txt: cannot be read to its end: .*Permission denied"):
+            version("one")
 
 
 @pytest.mark.parametrize(
