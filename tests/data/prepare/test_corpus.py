@@ -1,5 +1,7 @@
+import csv
 import errno
 import gzip
+import io
 import os
 import re
 import sysconfig
@@ -92,6 +94,66 @@ def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, suffix)
     assert texts(corpus) == {f"{name} line 1": "one", f"{name} line 2": "two\nlines", f"{name} line 4": "naïve"}
 
 
+VALUES = ["one", 'two, "quoted"\tand\r\nlines\n', "naïve", "x" * 2**21, " ", "after a row of 2 MB"]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+@pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("TSV", "\t")])
+def test_every_row_of_a_csv_or_tsv_is_a_document_compressed_or_not(tmp_path, kind, separator, pack):
+    content = io.StringIO()
+    csv.writer(content, delimiter=separator).writerows([["id", "text"], *enumerate(VALUES)])
+    name = f"x.{kind}{ {bytes: '', gzip.compress: '.gz', zstd: '.zst'}[pack]}"
+    for mark in ("utf-8", "utf-8-sig"):
+        corpus = find_corpus(write_files(tmp_path, {name: pack(content.getvalue().encode(mark))}))
+        assert texts(corpus) == dict(zip([f"{name} line {line}" for line in (2, 3, 6, 7, 8, 9)], VALUES))
+
+
+def test_a_line_s_end_within_quotes_is_kept_wherever_the_reader_s_buffer_ends(tmp_path):
+    """pyarrow's reader loses a byte where its block of 1 MB ends in one (apache/arrow#51368)."""
+    for size in range(2**20 - 15, 2**20 - 10):
+        value = "z" * size + "A\r\nB"
+        (tmp_path / "x.csv").write_text(f'id,text\n0,"{value}"\n1,plain\n', newline="")
+        assert list(texts(find_corpus(str(tmp_path))).values()) == [value, "plain"]
+
+
+def test_a_bad_row_of_a_csv_is_skipped_with_its_line_and_reason(tmp_path):
+    rows = [b"text,id", b"fine,1", b"hello, world,2", b"short", b"caf\xe9,4", b",5", b"", b'"two\nlines",6', b"fine,7"]
+    corpus = find_corpus(write_files(tmp_path, {"x.csv": b"\n".join(rows)}), on_error="skip")
+    unequal = "not as many values as the header has names; a value with a separator or a line's end needs quotes"
+    bad = {3: unequal, 4: unequal, 5: "not UTF-8", 6: "empty"}
+    assert problems(corpus) == {f"x.csv line {line}": problem for line, problem in bad.items()}
+    assert texts(corpus) == {"x.csv line 2": "fine", "x.csv line 8": "two\nlines", "x.csv line 10": "fine"}
+    with pytest.raises(UserError, match=r"x\.csv line 3: not as many values .* needs quotes; .*--on_error=skip"):
+        texts(find_corpus(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "has no column 'text', but none; .*; its first line names the columns, with commas"),
+        ("body;id\nx;1\n", "has no column 'text', but body;id; .*--text_column names another.*, with commas"),
+        ("text\n".encode("utf-16"), "UTF-16, not UTF-8; convert it: iconv"),
+        ('text,id\nfine,1\n"never closed,2\nx,3\n', "the row that begins at line 3 cannot be read: unexpected end"),
+        ('text,id\n"said" he,1\n', "the row that begins at line 2 cannot be read: ',' expected after '\"'"),
+    ],
+)
+def test_a_csv_without_the_column_or_with_damaged_quotes_is_refused(tmp_path, content, says):
+    write_files(tmp_path, {"x.csv": content})
+    with pytest.raises(UserError, match=rf"x\.csv:? {says}"):
+        texts(find_corpus(str(tmp_path), on_error="skip"))
+
+
+def test_a_source_s_csv_is_read_if_there_is_no_other_text(tmp_path):
+    write_files(tmp_path, {"a/x.csv": "text\none\n", "a/y.tsv": "text\ntwo\n", "b/x.csv": "k\n1\n", "b/z.txt": "three"})
+    corpus = find_corpus([f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/b/x.csv"], text_column="k")
+    assert names(corpus) == ["a/x.csv", "a/y.tsv", "b/z.txt", "x.csv/x.csv"]
+    assert list(texts(find_corpus(f"{tmp_path}/a")).values()) == ["one", "two"]
+    corpus = find_corpus(f"{tmp_path}/b")
+    assert names(corpus) == ["z.txt"] and "left out: 1 .csv" in corpus.left_out
+    assert "a .csv or .tsv is read in a source without other text: --source='DIR/*.csv'" in corpus.left_out
+    assert names(find_corpus(f"{tmp_path}/b", exclude=["*.txt"])) == ["x.csv"]
+
+
 def test_a_table_gives_its_rows(tmp_path):
     table = pa.table({"id": [1, 2], "body": ['one, "two"\nlines', "naïve"]})
     pq.write_table(table, tmp_path / "e.parquet", row_group_size=1)
@@ -143,6 +205,33 @@ def test_the_first_document_that_cannot_be_read_stops_or_all_are_skipped_each_wi
         assert {document.problem for document in stopping.documents(files[name])} - {""} == {"empty"}
 
 
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.csv.gz"])
+def test_zeros_behind_the_content_of_a_gz_are_no_damage(tmp_path, name):
+    content = "text\none\ntwo\n" if "csv" in name else jsonl({"text": "one"}, {"text": "two"})
+    write_files(tmp_path, {name: gzip.compress(content.encode()) + bytes(512)})
+    assert list(texts(find_corpus(str(tmp_path))).values()) == ["one", "two"]
+
+
+NUL = "NUL bytes in place of text: the file was damaged"
+
+
+@pytest.mark.parametrize(
+    ("files", "bad"),
+    [
+        ({"x.jsonl": jsonl({"text": "one"}).encode() + bytes(300)}, "x.jsonl line 2"),
+        ({"x.jsonl": jsonl({"text": "one"}).encode() + b'{"text": "tw' + bytes(300)}, "x.jsonl line 2"),
+        ({"x.txt": b"one" + bytes(300), "y.txt": "another"}, "x.txt"),
+        ({"x.txt": bytes(300) + b"one", "y.txt": "another"}, "x.txt"),
+        ({"x.csv": b"text\none\n" + bytes(300)}, "x.csv line 3"),
+        ({"x.csv": b"text,id\none,1\n" + bytes(300)}, "x.csv line 3"),
+    ],
+)
+def test_nul_bytes_are_called_damage_and_not_utf_16(tmp_path, files, bad):
+    corpus = find_corpus(write_files(tmp_path, files), on_error="skip")
+    ((name, problem),) = problems(corpus).items()
+    assert name == bad and problem.startswith(NUL) and len(texts(corpus)) == 1
+
+
 @pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("zst", zstd)])
 def test_a_compressed_file_that_is_empty_or_cut_off_is_refused_and_named(tmp_path, suffix, pack):
     content = pack("".join(jsonl({"text": hash_share(str(i))}) for i in range(3000)).encode())
@@ -152,10 +241,14 @@ def test_a_compressed_file_that_is_empty_or_cut_off_is_refused_and_named(tmp_pat
             texts(find_corpus(str(tmp_path), on_error="skip"))
 
 
-@pytest.mark.parametrize("column", [[["a"], ["b"]], [1.5, None], [{"a": "x"}] * 2, [1, 2]])
-def test_a_column_without_text_is_refused(tmp_path, column):
-    pq.write_table(pa.table({"text": column, "body": ["a", "b"]}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet: cannot be read to its end: Unsupported cast"):
+COLUMNS = {"list<element: string>": [["a"], ["b"]], "double": [1.5, None], "int64": [1, 2]}
+COLUMNS |= {"struct<en: string, de: string>": [{"en": "one", "de": "eins"}] * 2}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_column_without_text_is_refused(tmp_path, kind):
+    pq.write_table(pa.table({"text": COLUMNS[kind], "body": ["a", "b"]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=rf"x\.parquet: the column 'text' is {kind}, not text; .*--text_column names"):
         texts(find_corpus(str(tmp_path)))
     with pytest.raises(UserError, match=r"x\.parquet has no column 'words', but text, body; .*--text_column"):
         texts(find_corpus(str(tmp_path), text_column="words"))
