@@ -145,7 +145,7 @@ def _described(left: list[SourceFile], hidden: list[str], excluded: int, convers
     if others := counts[NAMED:]:
         parts.append(f"{sum(count for _, count in others):,} of {len(others)} other extensions")
     if counts and not conversations:
-        parts[-1] += " (data.prepare takes --text_extensions)"
+        parts[-1] += " (data.prepare and evaluate.py take --text_extensions)"
     if any(file.ends_with(*CSV_SUFFIXES) for file in left):
         parts[-1] += " (a .csv or .tsv is read in a source without other text: --source='DIR/*.csv')"
     if hidden:

@@ -32,6 +32,7 @@ from data.tokenizer_formats import find_tokenizer
 
 FORMAT = 5  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
+NAMED = 10  # reasons to leave out documents that are printed, the most frequent ones
 MORE_TOKENS = 1.5  # times its own text's tokens per byte, at which a given tokenizer is called another text's
 
 
@@ -215,8 +216,24 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
         total = facts["train"]["documents"] + facts["val"]["documents"] + skipped.total() - skipped[GREETING]
-        problems = ", ".join(f"{count:,} {problem} ({100 * count / total:.2g}%)" for problem, count in skipped.items())
-        print(f"{corpus.source}: left out, of {total:,} document(s): {problems}", file=sys.stderr)
+        print(f"{corpus.source}: left out, of {total:,} document(s):", file=sys.stderr)
+        print("\n".join(_reasons(corpus, facts["shards"], skipped, total)), file=sys.stderr)
+
+
+def _reasons(corpus: Corpus, shards: list[dict], skipped: Counter, total: int) -> Iterator[str]:
+    """Yield a line for each of the most frequent reasons: its count, its share, and where it was met first."""
+    files = {file.name: file for file in corpus.files}
+    first: dict[str, tuple[str, int, int]] = {}
+    for shard in shards:
+        first = shard.get("first", {}) | first
+    for reason, count in skipped.most_common(NAMED):
+        place = ""
+        if reason in first:
+            name, start, number = first[reason]
+            place = f" (first: {corpus.name(files[name], corpus.numbers_before(files[name], start) + number)})"
+        yield f"  {count:,} ({100 * count / total:.2g}%): {reason}{place}"
+    if others := skipped.most_common()[NAMED:]:
+        yield f"  {sum(count for _, count in others):,}: {len(others)} other reasons, which dataset.json counts"
 
 
 def _continued(out: Path, made_from: dict) -> dict:

@@ -146,7 +146,8 @@ def _columns(file: SourceFile, column: str, names: list[str], nested: bool) -> l
     names = [name[:40] for name in names]  # a text, if a .csv has no header
     problem = unknown(names) if nested else f"no column {column!r}, but {', '.join(names) or 'none'}; {OTHERWISE}"
     if file.ends_with(*CSV_SUFFIXES):
-        problem += f"; its first line names the columns, with {'tabs' if file.ends_with(*TSV_SUFFIXES) else 'commas'}"
+        separators = "tabs" if file.ends_with(*TSV_SUFFIXES) else "commas"
+        problem += f"; the file's first line names its columns, with {separators} between them"
     raise UserError(f"{file.url} has {problem}")
 
 

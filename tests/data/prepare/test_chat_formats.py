@@ -144,7 +144,8 @@ def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, cap
     assert facts["skipped"] == {lost: 3, GREETING: 1}
     assert facts["train"]["documents"] + facts["val"]["documents"] == 17
     assert "conversations are made of the columns of Alpaca: instruction, output" in said
-    assert "left out, of 20 document(s): " in said and f"3 {lost} (15%)" in said and f"1 {GREETING} (5%)" in said
+    lines = f"  3 (15%): {lost} (first: a.jsonl line 18)\n  1 (5%): {GREETING} (first: a.jsonl line 17)\n"
+    assert f"left out, of 20 document(s):\n{lines}" in said
 
 
 @pytest.mark.parametrize("content", ['{"data": []}', "{}\n{}\n"])

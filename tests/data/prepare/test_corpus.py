@@ -18,7 +18,7 @@ from data.prepare.chat_formats import OTHERWISE
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.selection import hash_share
-from data.prepare.source_files import CHUNK_BYTES
+from data.prepare.source_files import CHUNK_BYTES, SourceFile
 from tests.data.preparations import jsonl, write_files
 
 
@@ -97,12 +97,12 @@ def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, suffix)
 VALUES = ["one", 'two, "quoted"\tand\r\nlines\n', "naïve", "x" * 2**21, " ", "after a row of 2 MB"]
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+@pytest.mark.parametrize(("packing", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
 @pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("TSV", "\t")])
-def test_every_row_of_a_csv_or_tsv_is_a_document_compressed_or_not(tmp_path, kind, separator, pack):
+def test_every_row_of_a_csv_or_tsv_is_a_document_compressed_or_not(tmp_path, kind, separator, packing, pack):
     content = io.StringIO()
     csv.writer(content, delimiter=separator).writerows([["id", "text"], *enumerate(VALUES)])
-    name = f"x.{kind}{ {bytes: '', gzip.compress: '.gz', zstd: '.zst'}[pack]}"
+    name = f"x.{kind}{packing}"
     for mark in ("utf-8", "utf-8-sig"):
         corpus = find_corpus(write_files(tmp_path, {name: pack(content.getvalue().encode(mark))}))
         assert texts(corpus) == dict(zip([f"{name} line {line}" for line in (2, 3, 6, 7, 8, 9)], VALUES))
@@ -130,8 +130,8 @@ def test_a_bad_row_of_a_csv_is_skipped_with_its_line_and_reason(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "has no column 'text', but none; .*; its first line names the columns, with commas"),
-        ("body;id\nx;1\n", "has no column 'text', but body;id; .*--text_column names another.*, with commas"),
+        ("", "has no column 'text', but none; .*; the file's first line names its columns, with commas between"),
+        ("body;id\nx;1\n", "has no column 'text', but body;id; .*--text_column names another.*, with commas between"),
         ("text\n".encode("utf-16"), "UTF-16, not UTF-8; convert it: iconv"),
         ('text,id\nfine,1\n"never closed,2\nx,3\n', "the row that begins at line 3 cannot be read: unexpected end"),
         ('text,id\n"said" he,1\n', "the row that begins at line 2 cannot be read: ',' expected after '\"'"),
@@ -152,6 +152,20 @@ def test_a_source_s_csv_is_read_if_there_is_no_other_text(tmp_path):
     assert names(corpus) == ["z.txt"] and "left out: 1 .csv" in corpus.left_out
     assert "a .csv or .tsv is read in a source without other text: --source='DIR/*.csv'" in corpus.left_out
     assert names(find_corpus(f"{tmp_path}/b", exclude=["*.txt"])) == ["x.csv"]
+
+
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        (("README.md", "a.csv", "b.tsv"), ["a.csv", "b.tsv"]),
+        (("README.md", "a.csv", "b.parquet", "c.txt"), ["b.parquet"]),
+        (("README.md", "a.png"), ["README.md"]),
+    ],
+)
+def test_the_hub_s_csv_is_read_if_there_is_no_other_table(monkeypatch, files, read):
+    listed = [SourceFile(name, f"hf:owner/name@0:{name}", 1) for name in files]
+    monkeypatch.setattr(listing, "_hub_files", lambda *_: listed)
+    assert names(find_corpus("hf:owner/name")) == read
 
 
 def test_a_table_gives_its_rows(tmp_path):
@@ -289,6 +303,17 @@ def test_hidden_files_and_broken_links_are_left_out_and_counted(tmp_path):
     assert names(find_corpus(f"{tmp_path}/.git")) == ["b.txt"]
 
 
+def test_what_is_left_out_of_many_sources_is_said_once(tmp_path):
+    """The five most frequent extensions have their counts, the others one count, and hidden files one, too."""
+    files = ["a.txt", ".x", ".y", *(f"name.{kind}" for kind in "abcdefg"), *(f"more.{kind}" for kind in "efg")]
+    write_files(tmp_path, {f"{source}/{name}": "words" for source in "uvw" for name in files})
+    corpus = find_corpus([f"{tmp_path}/{source}" for source in "uvw"], exclude=["w"])
+    assert corpus.left_out == (
+        "; left out: 4 .e, 4 .f, 4 .g, 2 .a, 2 .b, 4 of 2 other extensions (data.prepare and evaluate.py take "
+        "--text_extensions), 6 hidden or linked to nothing (.x ...), 11 by --exclude"
+    )
+
+
 def test_patterns_exclude_paths_folders_and_files(tmp_path):
     files = ("a.txt", "a_test.txt", "x/testdata/b.txt", "x/testdata/y/c.txt", "x/d.txt", "x/vendor/e.txt")
     source = write_files(tmp_path, dict.fromkeys(files, "words"))
@@ -361,7 +386,7 @@ def test_only_names_of_published_splits_hold_out_or_refuse(tmp_path, files, held
 def test_extensions_are_left_out_and_counted_or_added(tmp_path):
     files = {"a.pptx": b"PK\x03\x04\xff", "b.tex": "é" * 5000, "c.json": "[]", "d.gz": gzip.compress(b"x"), "e": "x"}
     source = write_files(tmp_path, files)
-    with pytest.raises(UserError, match=r"no file of text found there.*takes --text_extensions") as error:
+    with pytest.raises(UserError, match=r"no file of text found there.*take --text_extensions") as error:
         find_corpus(source)
     assert all(f"1 {extension}" in str(error.value) for extension in (".pptx", ".json", ".gz", "without an extension"))
     for extensions in (".tex", ".Tex, rst"):
