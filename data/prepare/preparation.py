@@ -43,8 +43,9 @@ class Preparation:
     source: str | tuple[str, ...]
     """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, or several (`--source A B`):
     .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
-    compressed, as .json.gz and .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub.
-    Files of a published split for validation are held out, and those of a test split are refused."""
+    compressed, as .json.gz and .json.zst) and .parquet; without any of these, .csv and .tsv.
+    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub. Files of a published split for validation are held out,
+    and those of a test split are refused."""
     exclude: tuple[str, ...] = ()
     """Patterns of paths below the source, or of files' and folders' names, to leave out: `--exclude testdata '*.log'`.
     """
@@ -58,10 +59,10 @@ class Preparation:
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = DataConfig.val_fraction
     """Share of the documents to hold out, chosen by a hash of their texts, if no file is held out."""
     conversations: bool = False
-    """Read conversations: .jsonl, .json or .parquet with `messages: [{"role", "content"}]`, or with the columns of
-    ShareGPT, Alpaca, Dolly and others. docs/data.md describes them, and which tokens are learned."""
+    """Read conversations: .jsonl, .json, .parquet or .csv with `messages: [{"role", "content"}]`, or with the columns
+    of ShareGPT, Alpaca, Dolly and others. docs/data.md describes them, and which tokens are learned."""
     text_column: str = ""
-    """Column (.parquet) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
+    """Column (.parquet, .csv, .tsv) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
     """More extensions of text files: `.rst,.tex`."""
     on_error: Literal["stop", "skip"] = "stop"
