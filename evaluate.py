@@ -51,7 +51,9 @@ class Arguments:
     documents: Positive[int] = 1000
     """Take at most this many documents of `source`, always the same."""
     text_column: str = "text"
-    """Column with the text, in .jsonl and .parquet files of `source`."""
+    """Column with the text, in .jsonl, .parquet, .csv and .tsv files of `source`."""
+    text_extensions: str = ""
+    """More extensions of text files in `source`: `.rst,.tex`."""
     against: AnyPath = ""
     """Folder of another run: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
@@ -102,7 +104,7 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
             raise UserError(message)
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
-        texts: ("other text (--source)", "source", "documents", "text_column", "against"),
+        texts: ("other text (--source)", "source", "documents", "text_column", "text_extensions", "against"),
         core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out"),
     }[evaluation]
     options = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
@@ -138,7 +140,8 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    documents, skipped = read_documents(arguments.source, arguments.documents, arguments.text_column, cache_dir())
+    options = arguments.text_column, cache_dir(), arguments.text_extensions
+    documents, skipped = read_documents(arguments.source, arguments.documents, *options)
     sizes = [len(document.text.encode()) for document in documents]
 
     def measured(run_dir: str, step: int | None) -> tuple[int, np.ndarray]:

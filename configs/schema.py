@@ -112,7 +112,7 @@ class DataConfig:
     source: Free[str] = "stdlib"
     """A dataset folder from data.prepare. A mixture gives each dataset's share of the rows (`0.7:DIR,0.3:DIR`). Raw
     text is prepared once in the cache: `stdlib` (this Python's standard library), `chat-stdlib` (conversations made of
-    it), or a file, a folder or a glob of .txt, .md, .py, .jsonl and .parquet."""
+    it), or a file, a folder or a glob of .txt, .md, .py, .jsonl, .parquet and .csv."""
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`, for raw text. Empty: train a byte-level BPE of
     `model.vocab_size` tokens on it. A dataset folder has its own."""

@@ -26,21 +26,25 @@ from evaluation.scorer import Question
 from hosts.distributed import check_hosts_agree
 
 
-def read_documents(source: str, most: int, text_column: str, cache: Path) -> tuple[list[Document], int]:
+def read_documents(
+    source: str, most: int, text_column: str, cache: Path, text_extensions: str = ""
+) -> tuple[list[Document], int]:
     """Return documents with text, and the number of those without, which together are `most` or all. They are always
     the same: files of raw text are taken in the order of a hash of their names, and documents of a dataset are spread
     evenly over its held-out part. Raise UserError if no document has text."""
     is_dataset = (Path(source).expanduser() / "dataset.json").exists()
-    taken = list(islice(_held_out(source, most, cache) if is_dataset else _of_text(source, text_column), most))
+    documents = _held_out(source, most, cache) if is_dataset else _of_text(source, text_column, text_extensions)
+    taken = list(islice(documents, most))
     kept = [document for document in taken if not document.problem]
     skipped = len(taken) - len(kept)
     if not kept:
-        raise UserError(f"--source={source} gives no document with text ({skipped} were skipped)")
+        first = f", {taken[0].name} the first: {taken[0].problem}" if taken else ""
+        raise UserError(f"--source={source} gives no document with text ({skipped} were skipped{first})")
     return kept, skipped
 
 
-def _of_text(source: str, text_column: str) -> Iterator[Document]:
-    corpus = find_corpus(source, text_column, on_error="skip")
+def _of_text(source: str, text_column: str, text_extensions: str) -> Iterator[Document]:
+    corpus = find_corpus(source, text_column, on_error="skip", text_extensions=text_extensions)
     _require_text(source, corpus.conversations)
     for file in sorted(corpus.files, key=lambda file: hash_share(file.name)):
         yield from corpus.documents(file)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, NotNegative, Positive, UserError
+from data.prepare.corpus import GREETING
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.record import read_dataset_json
 
@@ -38,7 +39,8 @@ def main() -> int:
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, arguments.workers)
     facts = read_dataset_json(out)
-    print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
+    skipped = sum(count for reason, count in facts["skipped"].items() if reason != GREETING)
+    print(json.dumps({"out": str(out), "train": facts["train"], "val": facts["val"], "skipped": skipped}))
     return 0
 
 

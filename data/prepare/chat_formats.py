@@ -1,5 +1,6 @@
 """Conversations in the columns, or keys, of published sets, as lists of messages."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
@@ -11,6 +12,17 @@ Row = dict[str, Any]
 MESSAGES = "messages"  # the default name of the messages' own column
 OTHERWISE = "data.prepare's --text_column names another, and its --conversations reads messages"  # than `text`
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def parsed(value: Any) -> Any:
+    """Return the messages in a text of JSON, which a .csv needs, and others write, too; another value as it is. Raise
+    ValueError for a text of something else, such as Python's `str(messages)`."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("its messages are text, and not in JSON; write them with json.dumps") from error
 
 
 def of_question(question: object, answer: object) -> list[Message]:
@@ -36,8 +48,8 @@ def as_messages(turns: list) -> list:
 
 def of_mmlu(row: Row) -> list[Message]:
     """Return a question, and the letter of its answer."""
-    letter = dict(enumerate("ABCD"))[row["answer"]]
-    return [multiple_choice(row["question"], "ABCD", row["choices"]), {"role": "assistant", "content": letter}]
+    letter, choices = dict(enumerate("ABCD"))[parsed(row["answer"])], parsed(row["choices"])
+    return [multiple_choice(row["question"], "ABCD", choices), {"role": "assistant", "content": letter}]
 
 
 def multiple_choice(question: str, letters: Sequence[str], choices: Sequence[str]) -> Message:
@@ -77,9 +89,9 @@ def format_of(columns: Collection[str]) -> str:
     return next((name for name, (needed, _) in FORMATS.items() if set(needed) <= set(columns)), "")
 
 
-def messages_in(row: Row) -> list[Message]:
-    """Return the messages of a row without the messages' own column. Raise ValueError if it is of none of the formats,
-    or has other values."""
+def messages_in(row: Row) -> list[Message] | str:
+    """Return the messages of a row without the messages' own column; as a text of JSON if the row has them so. Raise
+    ValueError if it is of none of the formats, or has other values."""
     if not (name := format_of(row)):
         raise ValueError(unknown(row))
     needed, convert = FORMATS[name]

@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,13 +14,24 @@ import pyarrow
 from configs.files import StorageLost, is_transient, with_retries
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
-from data.prepare.chat_formats import OTHERWISE, as_messages, format_of, messages_in
+from data.prepare.chat_formats import OTHERWISE, as_messages, format_of, messages_in, parsed
 from data.prepare.chat_stdlib import conversations_of
-from data.prepare.source_files import LINE_SUFFIXES, TABLE_SUFFIXES, SourceFile, array, chunks, lines, rows
+from data.prepare.source_files import (
+    CSV_SUFFIXES,
+    LINE_SUFFIXES,
+    TABLE_SUFFIXES,
+    UTF_16,
+    SourceFile,
+    array,
+    chunks,
+    csv_rows,
+    lines,
+    problem_of_nuls,
+    rows,
+)
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
-UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
-UNREADABLE = (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file
+UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file
 EMPTY = "empty"  # the only problem that never stops a preparation
 GREETING = "with an answer before the first question, which alone is left out"
 
@@ -41,7 +53,7 @@ class Corpus:
     source: str
     files: list[SourceFile]
     version: str
-    """The hub's revision, or a digest of names, sizes and times of change. It changes with any file."""
+    """The hub's revision, or a digest of the files (`listing._version`). It changes with any of them."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
     left_out: str = ""
@@ -69,14 +81,13 @@ class Corpus:
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
-            # pyarrow's errors of damaged content have no number.
-            lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
-            raise (StorageLost if lost else UserError)(f"{file.url}: cannot be read to its end: {error}") from error
+            raise unreadable(file, error) from error
 
     def chat_format(self) -> str:
         """Return the format of the first conversation; "" if it is a list of messages, or cannot be read."""
         try:
-            record = json.loads(next(self._contents(self.files[0], 0, None))[1])
+            _, content = next(self._contents(self.files[0], 0, None))
+            record = json.loads(content) if isinstance(content, bytes) else None
         except (*UNREADABLE, ValueError, RecursionError, StopIteration):
             return ""  # the preparation reports it at its place
         return format_of(record) if isinstance(record, dict) and self.text_column not in record else ""
@@ -91,7 +102,7 @@ class Corpus:
             return f"{file.name}#{number - 1:08d}"
         if not (self.conversations or file.ends_with(*TABLE_SUFFIXES)):
             return file.name
-        return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES) else 'row'} {number}"
+        return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES, *CSV_SUFFIXES) else 'row'} {number}"
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """Return the offset of document numbers in a span that begins at `start`."""
@@ -108,11 +119,13 @@ class Corpus:
         is_text = not (file.ends_with(*TABLE_SUFFIXES) or self.conversations)
         return is_text and (len(self.files) == 1 or file.size > CUT_BYTES)
 
-    def _contents(self, file: SourceFile, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and the raw content of each document."""
+    def _contents(self, file: SourceFile, start: int, stop: int | None) -> Iterator[tuple[int, bytes | ValueError]]:
+        """Yield the number and the raw content of each document, or why it has none."""
         with open_source(file) as opened:
             if file.ends_with(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop, self.conversations)
+            elif file.ends_with(*CSV_SUFFIXES):
+                yield from csv_rows(file, opened, self.text_column, self.conversations)
             elif file.ends_with(*LINE_SUFFIXES):
                 yield from lines(file, opened, start, stop)
             elif self.conversations and file.ends_with(".py"):
@@ -126,18 +139,19 @@ class Corpus:
             else:
                 yield 1, opened.read()
 
-    def _text_of(self, file: SourceFile, content: bytes) -> tuple[str, str]:
+    def _text_of(self, file: SourceFile, content: bytes | ValueError) -> tuple[str, str]:
         """Return a document's text, without a byte-order mark, and why there is none, or not all of it."""
-        problem = ""
+        if isinstance(content, ValueError):
+            return "", str(content)
         if not content and file.ends_with(*LINE_SUFFIXES):
             return "", ""
         try:
             text = content.decode("utf-8-sig")
-            if 4 * text.count("\0") > len(text):  # without a mark, ASCII in UTF-16 is also UTF-8
-                return "", UTF_16
+            if problem := problem_of_nuls(text):
+                return "", problem
             if self.conversations:
                 text, problem = self._conversation_of(text)
-            elif file.ends_with(*LINE_SUFFIXES):
+            elif file.ends_with(*LINE_SUFFIXES, *CSV_SUFFIXES):
                 record = json.loads(text)
                 text = record.get(self.text_column) if isinstance(record, dict) else None
                 if not isinstance(text, str):
@@ -160,6 +174,7 @@ class Corpus:
         record = json.loads(content)
         if isinstance(record, dict):
             record = record[self.text_column] if self.text_column in record else messages_in(record)
+        record = parsed(record)
         if not isinstance(record, list):
             raise ValueError("no list of messages")
         messages = as_messages(record)
@@ -167,6 +182,13 @@ class Corpus:
         at = next((i for i, message in enumerate(messages) if not of_system(message)), 0)
         is_greeted = bool(messages) and isinstance(messages[at], dict) and messages[at].get("role") == "assistant"
         return document_of(messages[:at] + messages[at + 1 :] if is_greeted else messages), GREETING * is_greeted
+
+
+def unreadable(file: SourceFile, error: Exception) -> UserError | StorageLost:
+    """Return the error to raise for a file that cannot be read: StorageLost if a disk fails, otherwise UserError."""
+    # pyarrow's errors of damaged content have no number.
+    is_lost = isinstance(error, OSError) and error.errno is not None and is_transient(error)
+    return (StorageLost if is_lost else UserError)(f"{file.url}: cannot be read to its end: {error}")
 
 
 def open_source(file: SourceFile) -> io.BufferedReader:

@@ -16,14 +16,16 @@ from fsspec.utils import glob_translate
 
 from configs.schema import UserError
 from data.prepare.chat_formats import MESSAGES
-from data.prepare.corpus import Corpus, ask
-from data.prepare.source_files import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
+from data.prepare.corpus import Corpus, ask, open_source, unreadable
+from data.prepare.source_files import CSV_SUFFIXES, ROWS_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 CHAT_SUFFIXES = (".json",)  # one array of conversations
 INSTALLED = ("site-packages", "dist-packages")  # folders of a library that are not its own
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of published splits that are held out
+NAMED = 5  # extensions of files that are left out, of which a message names the most frequent ones
+COMPARED_BYTES = 2**28  # a source up to this size is compared by content: 0.25 s of one core
 
 
 def find_corpus(
@@ -45,40 +47,65 @@ def find_corpus(
     if len(sources) > 1 and any(one in LIBRARY or one.startswith("hf:") for one in sources):
         raise UserError(f"--source {named}: several sources are files, folders and globs on this machine")
     conversations = conversations or named == CHAT_STDLIB
+    if conversations and extensions:
+        raise UserError("--text_extensions is for text, and conversations are .jsonl, .json, .parquet, .csv or .tsv")
     text_column = text_column or (MESSAGES if conversations else "text")
-    suffixes = (*(CHAT_SUFFIXES if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
-    if library:  # others' files cannot be corrected
-        suffixes, on_error = (".py",), "skip"
-    listed: list[SourceFile] = []
-    notes: list[str] = []
+    own = (*(CHAT_SUFFIXES if conversations else TEXT_SUFFIXES), *extensions)
+    if library:
+        kinds, on_error = [(".py",)], "skip"  # others' files cannot be corrected
+    elif is_hub:
+        kinds = [ROWS_SUFFIXES, CSV_SUFFIXES, own]  # not README.md
+    else:
+        kinds = [(*own, *ROWS_SUFFIXES), CSV_SUFFIXES]  # a repository has a .csv that is not its text
+    listed: dict[str, SourceFile] = {}  # by URL: sources may overlap
+    taken: dict[str, SourceFile] = {}
+    excluded: set[str] = set()
+    hidden: list[str] = []
     for one in sources:
-        found, hidden = (_hub_files(one, revision), []) if is_hub else _local_files(one)
-        alone = [PurePath(other).name for other in sources].count(PurePath(one).name) == 1
-        name = PurePath(one).name if alone else one.strip("/")
-        listed += [replace(file, name=f"{name}/{file.name}") for file in found] if sources[1:] else found
-        notes += [f"{len(hidden):,} hidden or linked to nothing ({hidden[0]} ...)"] if hidden and not library else []
-        if not any(file.ends_with(*suffixes) for file in found):
+        found, hidden_here = (_hub_files(one, revision), []) if is_hub else _local_files(one)
+        if sources[1:]:
+            alone = [PurePath(other).name for other in sources].count(PurePath(one).name) == 1
+            name = PurePath(one).name if alone else one.strip("/")
+            found = [replace(file, name=f"{name}/{file.name}") for file in found]
+        hidden += hidden_here
+        if not _readable(found, kinds, extensions):
             kind, made = ("conversations", CHAT_STDLIB) if conversations else ("text", "stdlib")
+            known = ", ".join(suffix for suffix in (*own, *TABLE_SUFFIXES) if suffix.count(".") == 1)
             raise UserError(
                 f"{one or 'an empty --source'}: {f'no file of {kind}' if found else 'nothing'} found there"
-                f"{_described(found, notes)}; give `{made}`, `hf:OWNER/NAME`, or a file, a folder or a glob of "
-                f"{', '.join(suffixes)} on this machine"
+                f"{_described(found, hidden, 0, conversations)}; give `{made}`, `hf:OWNER/NAME`, or a file, a folder "
+                f"or a glob of {known} on this machine"
             )
-    listed = list({file.url: file for file in listed}.values())  # sources may overlap
-    names = {file: (file.name, *PurePath(file.name).parts) for file in listed}
-    kept = [file for file in listed if not any(fnmatchcase(one, pattern) for pattern in exclude for one in names[file])]
-    notes += [f"{len(listed) - len(kept):,} by --exclude"] if exclude else []
-    if is_hub and any(file.ends_with(*TABLE_SUFFIXES) for file in kept):
-        suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
-    files = [file for file in kept if file.ends_with(*suffixes)]
-    left_out = "" if library else _described([file for file in kept if not file.ends_with(*suffixes)], notes)
+        kept = [file for file in found if not _is_excluded(file, exclude)]
+        excluded |= {file.url for file in found} - {file.url for file in kept}
+        listed |= {file.url: file for file in kept}
+        taken |= {file.url: file for file in _readable(kept, kinds, extensions)}
+    left = [file for url, file in listed.items() if url not in taken]
+    left_out = "" if library else _described(left, hidden, len(excluded), conversations)
+    files = list(taken.values())
     if not files:
         raise UserError(f"{named}: no file is left{left_out}")
-    version = _version(files)
     if is_hub:
         commit = files[0].url.partition("@")[2].partition(":")[0]
         version = f"{commit}/{named.removeprefix('hf:').partition(':')[2]}"
+    else:
+        version = _version(files)
     return Corpus(named, files, version, text_column, on_error, left_out, conversations)
+
+
+def _readable(
+    files: list[SourceFile], kinds: Sequence[tuple[str, ...]], extensions: tuple[str, ...]
+) -> list[SourceFile]:
+    """Return the files of the first kind of which there is one, and those with extensions that the user gave."""
+    for suffixes in kinds:
+        if any(file.ends_with(*suffixes) for file in files):
+            return [file for file in files if file.ends_with(*suffixes, *extensions)]
+    return []
+
+
+def _is_excluded(file: SourceFile, patterns: Sequence[str]) -> bool:
+    names = (file.name, *PurePath(file.name).parts)
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def hold_out(corpus: Corpus) -> Corpus:
@@ -111,11 +138,21 @@ def _split(file: SourceFile, conversations: bool) -> str:
     return word if word in (*HELD_OUT, "test") else path.parent.name
 
 
-def _described(left: list[SourceFile], notes: list[str]) -> str:
-    """Return a text on what is left out: files by extension, and then `notes`."""
+def _described(left: list[SourceFile], hidden: list[str], excluded: int, conversations: bool) -> str:
+    """Return a text on what is left out: files by extension, hidden ones, and the number that --exclude names."""
     counts = Counter(PurePath(file.name.lower()).suffix for file in left).most_common()
-    described = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts] + notes
-    return f"; left out: {', '.join(described)} (data.prepare takes --text_extensions)" if described else ""
+    parts = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:NAMED]]
+    if others := counts[NAMED:]:
+        parts.append(f"{sum(count for _, count in others):,} of {len(others)} other extensions")
+    if counts and not conversations:
+        parts[-1] += " (data.prepare and evaluate.py take --text_extensions)"
+    if any(file.ends_with(*CSV_SUFFIXES) for file in left):
+        parts[-1] += " (a .csv or .tsv is read in a source without other text: --source='DIR/*.csv')"
+    if hidden:
+        parts.append(f"{len(hidden):,} hidden or linked to nothing ({hidden[0]} ...)")
+    if excluded:
+        parts.append(f"{excluded:,} by --exclude")
+    return f"; left out: {', '.join(parts)}" if parts else ""
 
 
 def _compiled(source: str, pattern: str) -> re.Pattern:
@@ -174,9 +211,19 @@ def _walk(root: Path, skipped: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _version(files: list[SourceFile]) -> str:
-    """Return a digest of each file's name, size and time of change."""
-    facts = (repr((file.name, file.size, [file.changed])) for file in files)
-    return hashlib.sha256("".join(facts).encode()).hexdigest()
+    """Return a digest of local files: of their names and contents, or above `COMPARED_BYTES` of their names, sizes and
+    times of change, which a program may restore. Raise as `Corpus.read` if a file cannot be read."""
+    is_small = sum(file.size for file in files) <= COMPARED_BYTES
+    facts = [(file.name, _sha256(file) if is_small else (file.size, file.changed)) for file in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _sha256(file: SourceFile) -> str:
+    try:
+        with open_source(file) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def _hub_files(source: str, revision: str) -> list[SourceFile]:

@@ -88,15 +88,12 @@ class Task:
         """Return the task's bytes of the source."""
         return sum(span.size for span in self.spans)
 
-    def texts(self, problems: Counter) -> Iterator[tuple[str, bool]]:
-        """Yield each text, and whether its file is held out. Count problems: of documents without text, and of those
-        that lost a part. Raise UserError as `Corpus.read`."""
+    def documents(self) -> Iterator[tuple[Span, int, str, str]]:
+        """Yield each document: its span, its number in it, its text, and why it has none or lost a part. Raise
+        UserError as `Corpus.read`."""
         for span in self.spans:
-            for _, text, problem in self.corpus.read(*span):
-                if problem:
-                    problems[problem] += 1
-                if text:
-                    yield text, span.file.held_out
+            for number, text, problem in self.corpus.read(*span):
+                yield span, number, text, problem
 
 
 def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:
@@ -132,7 +129,8 @@ def _take(made: Path, folder: Path, facts: dict) -> None:
     for entry in json.loads((made / "entries.json").read_bytes()):
         sides = entry.keys() & {"train", "val"}
         if shards and not sides:  # it has no document
-            shards[-1] |= entry | {"skipped": Counter(shards[-1]["skipped"]) + Counter(entry["skipped"])}
+            skipped = Counter(shards[-1]["skipped"]) + Counter(entry["skipped"])
+            shards[-1] |= entry | {"skipped": skipped, "first": entry["first"] | shards[-1].get("first", {})}
             continue
         for side in sides:
             file = made / entry[side]["file"]
@@ -221,7 +219,7 @@ def make_tasks(
 
 def hash_texts(task: Task, out: Path) -> None:
     """Write the hashes of the task's texts. Raise UserError as `Corpus.read`, and OSError if that is impossible."""
-    digests = (hashlib.sha256(text.encode()).digest() for text, _ in task.texts(Counter()))
+    digests = (hashlib.sha256(text.encode()).digest() for _, _, text, _ in task.documents() if text)
     out.write_bytes(b"".join(digest[:HASH_BYTES] for digest in digests))
 
 
@@ -229,19 +227,25 @@ def encode_texts(task: Task, out: Path) -> None:
     """Make a folder with the task's shards, and `entries.json`: their entries for dataset.json. Raise as
     `hash_texts`."""
     recipe, problems = task.recipe, Counter()
+    first_of: dict[str, tuple[str, int, int]] = {}  # by problem
     encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
     dtype = token_type(encoder.tokenizer.vocab_size)
     bos = np.array([encoder.tokenizer.bos], dtype).tobytes()
     starts, sizes, held_out = array("q", [0]), array("q"), bytearray()
     out.mkdir()
     with tempfile.TemporaryFile(dir=out.parent, buffering=2**20) as tokens:
-        for text, is_held_out in task.texts(problems):
+        for span, number, text, problem in task.documents():
+            if problem:
+                problems[problem] += 1
+                first_of.setdefault(problem, (span.file.name, span.start, number))
+            if not text:
+                continue
             ids = encoder.encode(text).astype(dtype)
             tokens.write(bos)
             tokens.write(ids.data)
             starts.append(starts[-1] + 1 + len(ids))
             sizes.append(len(text.encode()))
-            held_out.append(is_held_out or hash_share(text) < recipe.threshold)
+            held_out.append(span.file.held_out or hash_share(text) < recipe.threshold)
         is_val = np.frombuffer(held_out, bool)
         again = np.zeros(len(sizes), bool)
         if task.duplicates is not None:
@@ -252,7 +256,7 @@ def encode_texts(task: Task, out: Path) -> None:
         for number, (first, last) in enumerate(_bounds(places, recipe.shard_tokens)):
             tokens.seek(int(places[first]) * dtype.itemsize)
             joined = np.fromfile(tokens, dtype, int(places[last] - places[first]))
-            entry: dict = {"skipped": {}}
+            entry: dict = {"skipped": {}, "first": {}}
             for side, wanted in (("train", ~is_val & ~again), ("val", is_val & ~again)):
                 wanted = wanted[first:last]
                 if wanted.any():
@@ -265,7 +269,7 @@ def encode_texts(task: Task, out: Path) -> None:
                         "bytes": int(np.array(sizes[first:last])[wanted].sum()),
                     }
             entries.append(entry)
-    entries[-1] |= {"skipped": problems, "until": task.end}
+    entries[-1] |= {"skipped": problems, "first": first_of, "until": task.end}
     write_whole(out / "entries.json", json.dumps(entries))
 
 

@@ -32,6 +32,7 @@ from data.tokenizer_formats import find_tokenizer
 
 FORMAT = 5  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried
+NAMED = 10  # reasons to leave out documents that are printed, the most frequent ones
 MORE_TOKENS = 1.5  # times its own text's tokens per byte, at which a given tokenizer is called another text's
 
 
@@ -42,8 +43,9 @@ class Preparation:
     source: str | tuple[str, ...]
     """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, or several (`--source A B`):
     .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
-    compressed, as .json.gz and .json.zst) and .parquet. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub.
-    Files of a published split for validation are held out, and those of a test split are refused."""
+    compressed, as .json.gz and .json.zst) and .parquet; without any of these, .csv and .tsv.
+    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from the hub. Files of a published split for validation are held out,
+    and those of a test split are refused."""
     exclude: tuple[str, ...] = ()
     """Patterns of paths below the source, or of files' and folders' names, to leave out: `--exclude testdata '*.log'`.
     """
@@ -57,10 +59,10 @@ class Preparation:
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = DataConfig.val_fraction
     """Share of the documents to hold out, chosen by a hash of their texts, if no file is held out."""
     conversations: bool = False
-    """Read conversations: .jsonl, .json or .parquet with `messages: [{"role", "content"}]`, or with the columns of
-    ShareGPT, Alpaca, Dolly and others. docs/data.md describes them, and which tokens are learned."""
+    """Read conversations: .jsonl, .json, .parquet or .csv with `messages: [{"role", "content"}]`, or with the columns
+    of ShareGPT, Alpaca, Dolly and others. docs/data.md describes them, and which tokens are learned."""
     text_column: str = ""
-    """Column (.parquet) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
+    """Column (.parquet, .csv, .tsv) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
     """More extensions of text files: `.rst,.tex`."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -215,8 +217,24 @@ def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
         total = facts["train"]["documents"] + facts["val"]["documents"] + skipped.total() - skipped[GREETING]
-        problems = ", ".join(f"{count:,} {problem} ({100 * count / total:.2g}%)" for problem, count in skipped.items())
-        print(f"{corpus.source}: left out, of {total:,} document(s): {problems}", file=sys.stderr)
+        print(f"{corpus.source}: left out, of {total:,} document(s):", file=sys.stderr)
+        print("\n".join(_reasons(corpus, facts["shards"], skipped, total)), file=sys.stderr)
+
+
+def _reasons(corpus: Corpus, shards: list[dict], skipped: Counter, total: int) -> Iterator[str]:
+    """Yield a line for each of the most frequent reasons: its count, its share, and where it was met first."""
+    files = {file.name: file for file in corpus.files}
+    first: dict[str, tuple[str, int, int]] = {}
+    for shard in shards:
+        first = shard.get("first", {}) | first
+    for reason, count in skipped.most_common(NAMED):
+        place = ""
+        if reason in first:
+            name, start, number = first[reason]
+            place = f" (first: {corpus.name(files[name], corpus.numbers_before(files[name], start) + number)})"
+        yield f"  {count:,} ({100 * count / total:.2g}%): {reason}{place}"
+    if others := skipped.most_common()[NAMED:]:
+        yield f"  {sum(count for _, count in others):,}: {len(others)} other reasons, which dataset.json counts"
 
 
 def _continued(out: Path, made_from: dict) -> dict:

@@ -22,11 +22,13 @@ class _Part(_Counts):
 
 
 class _Shard(TypedDict):
-    """Some documents. `until` says where the source continues: (file, byte)."""
+    """Some documents. `first` is where each reason to skip one was met first: (file, byte of its task's start, number
+    from there). `until` says where the source continues: (file, byte)."""
 
     train: NotRequired[_Part]
     val: NotRequired[_Part]
     skipped: dict[str, int]
+    first: NotRequired[dict[str, tuple[str, int, int]]]
     until: NotRequired[tuple[int, int]]
 
 

@@ -30,7 +30,8 @@ def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: fl
     would be empty, hold out the document of the lowest hash, or train on the one of the highest."""
     lowest, highest, count, problem = 1.0, 0.0, 0, ""
     for document in (document for file in files for document in corpus.documents(file)):
-        problem = problem or document.problem
+        if document.problem and not problem:
+            problem = f"{document.name}: {document.problem}"
         if not document.problem:
             share, count = hash_share(document.text), count + 1
             lowest, highest = min(lowest, share), max(highest, share)

@@ -1,16 +1,17 @@
 """Reading a file of text: its documents' contents in order, from the complete file or from a span of its bytes.
 
 Adjacent spans give each document once: the span in which it starts, or in which its group of rows of a .parquet starts.
-A document has a number in its file. In a span of a .jsonl the numbers count the span's lines from 1, and the lines
-before it are counted only for a message.
+A document has a number in its file: that of its line or row. In a span of a .jsonl the numbers count the span's lines
+from 1, and the lines before it are counted only for a message.
 """
 
+import csv
+import gzip
 import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
-from pathlib import PurePath
 from typing import Any
 
 import pyarrow
@@ -20,12 +21,19 @@ from configs.schema import UserError
 from data.prepare.chat_formats import ALSO, FORMATS, OTHERWISE, format_of, unknown
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = (".gz", ".zst")
 # Lines of JSON, as in C4 and Dolma. A .json has lines only if it is compressed.
 LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
-TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
+CSV_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)
+ROWS_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+TABLE_SUFFIXES = (*ROWS_SUFFIXES, *CSV_SUFFIXES)
 CHUNK_BYTES = 16_384
 BATCH_ROWS = 64  # rows of a table in memory at a time
+LONGEST_VALUE = 2**28  # characters of a value in a .csv: a quote that is never closed ends there
+UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"
+NULS = "NUL bytes in place of text: the file was damaged, as by a full disk or a power cut"
+UNEQUAL = "not as many values as the header has names; a value with a separator or a line's end needs quotes"
 
 
 @dataclass(frozen=True)
@@ -50,19 +58,57 @@ class SourceFile:
 
 def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in the span, empty ones without content; all lines of a compressed file."""
-    stream, at = opened, start
-    if packed := COMPRESSIONS.get(PurePath(file.name.lower()).suffix):
-        if not file.size:
-            raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
-        stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20)
+    stream, at = _decompressed(file, opened), start
     if start:
         stream.seek(start - 1)
         at += len(stream.readline()) - 1  # the end of a line that starts earlier
     for number, line in enumerate(stream, 1):
-        if stop is not None and not packed and at >= stop:
+        if stop is not None and stream is opened and at >= stop:
             return
         at += len(line)
         yield number, b"" if line.isspace() else line
+
+
+def _decompressed(file: SourceFile, opened: Any) -> Any:
+    """Return the stream of the file's content. Raise EOFError for a compressed file without a byte."""
+    if not file.ends_with(*COMPRESSIONS):
+        return opened
+    if not file.size:
+        raise EOFError("no byte is there")  # otherwise it would be a complete text without a line
+    # Python's gzip ignores zeros behind the content, as gzip itself does; pyarrow's does not.
+    stream = gzip.GzipFile(fileobj=opened) if file.ends_with(".gz") else pyarrow.CompressedInputStream(opened, "zstd")
+    return io.BufferedReader(stream, 2**20)
+
+
+def csv_rows(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator[tuple[int, bytes | ValueError]]:
+    """Yield the rows of a .csv or .tsv as JSON, each with the number of its first line, and for a row that does not fit
+    the header a ValueError that says so. Raise UserError if the column is missing, or if quotes do not match.
+
+    This is Python's reader: pyarrow's takes rows up to 1 MB, and loses a byte if a line's end within quotes is at the
+    end of its block (apache/arrow#51368).
+    """
+    csv.field_size_limit(LONGEST_VALUE)
+    # Bytes that are not UTF-8 are kept, so that only their row has that problem.
+    text = io.TextIOWrapper(_decompressed(file, opened), "utf-8-sig", "surrogateescape", newline="")
+    reader = csv.reader(text, delimiter="\t" if file.ends_with(*TSV_SUFFIXES) else ",", strict=True)
+    line = 1
+    try:
+        names = next(reader, [])
+        if problem := problem_of_nuls("".join(names)):
+            raise UserError(f"{file.url}: {problem}")
+        columns = _columns(file, column, names, nested)
+        line = reader.line_num + 1
+        for values in reader:
+            if problem := problem_of_nuls("".join(values)):
+                yield line, ValueError(problem)
+            elif len(values) == len(names):
+                row = {name: value for name, value in zip(names, values) if name in columns}
+                yield line, json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape")
+            elif values:  # the line is not empty
+                yield line, ValueError(UNEQUAL)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{file.url}: the row that begins at line {line} cannot be read: {error}") from error
 
 
 def rows(
@@ -71,6 +117,8 @@ def rows(
     """Yield the rows of a .parquet's groups that start in the span; those of conversations (`nested`) as JSON."""
     table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
     columns = _columns(file, column, table.schema_arrow.names, nested)
+    if not nested:
+        _require_text(file, column, table.schema_arrow.field(column).type)
     before = 0
     for i in range(table.num_row_groups):
         group = table.metadata.row_group(i)
@@ -93,11 +141,30 @@ def _columns(file: SourceFile, column: str, names: list[str], nested: bool) -> l
     """Return the columns to read. Raise UserError if there is no such text, or, with `nested`, no conversation."""
     if column in names:
         return [column]
-    if not nested:
-        raise UserError(f"{file.url} has no column {column!r}, but {', '.join(names)}; {OTHERWISE}")
-    if name := format_of(names):
+    if nested and (name := format_of(names)):
         return [*FORMATS[name][0], *(one for one in ALSO if one in names)]
-    raise UserError(f"{file.url}: {unknown(names)}")
+    names = [name[:40] for name in names]  # a text, if a .csv has no header
+    problem = unknown(names) if nested else f"no column {column!r}, but {', '.join(names) or 'none'}; {OTHERWISE}"
+    if file.ends_with(*CSV_SUFFIXES):
+        separators = "tabs" if file.ends_with(*TSV_SUFFIXES) else "commas"
+        problem += f"; the file's first line names its columns, with {separators} between them"
+    raise UserError(f"{file.url} has {problem}")
+
+
+def _require_text(file: SourceFile, column: str, kind: pyarrow.DataType) -> None:
+    """Raise UserError if a column of this type is no text."""
+    try:
+        pyarrow.nulls(0, kind).cast(pyarrow.large_binary())
+    except pyarrow.ArrowNotImplementedError as error:
+        raise UserError(f"{file.url}: the column {column!r} is {kind}, not text; {OTHERWISE}") from error
+
+
+def problem_of_nuls(text: str) -> str:
+    """Return why a text is none that is more than a quarter NUL characters; "" for another text. ASCII in UTF-16 has
+    NULs between its characters, and is also UTF-8. It has no three in a row."""
+    if 4 * text.count("\0") <= len(text):
+        return ""
+    return NULS if "\0\0\0" in text else UTF_16
 
 
 def array(file: SourceFile, opened: Any) -> Iterator[tuple[int, bytes]]:

@@ -18,6 +18,7 @@ from evaluation.evaluator import ratio
 from evaluation.texts import bits_of, compared, figures, read_documents
 from model.gpt import GPT
 from model.loss import softcap
+from tests.data.preparations import write_files
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
 
 LENGTH = 84  # tokens per row: no size that rows are rounded up to
@@ -78,6 +79,22 @@ def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
     assert 5 < len(held_out) < 20 and {document.text for document in held_out} < texts
     few, _ = read(tmp_path / "made", 3)
     assert len(few) == 3 and set(few) < set(held_out)
+
+
+def test_every_kind_of_text_that_is_trained_on_is_read(tmp_path):
+    files = {"a.csv": "body,id\none,1\n", "b.tsv": "id\tbody\n1\ttwo\n", "c.rst": "three", "d.jsonl": '{"body": 4}\n'}
+    write_files(tmp_path, files)
+
+    def read(name: str, extensions: str = "") -> list[str]:
+        documents, _ = read_documents(f"{tmp_path}/{name}", 9, "body", tmp_path / "cache", extensions)
+        return [document.text for document in documents]
+
+    assert [read("a.csv"), read("b.tsv"), read("c.rst", ".rst")] == [["one"], ["two"], ["three"]]
+    with pytest.raises(UserError, match=r"c\.rst: no file of text found there; .*--text_extensions"):
+        read("c.rst")
+    says = r"gives no document with text \(1 were skipped, d\.jsonl line 1 the first: no text under 'body'"
+    with pytest.raises(UserError, match=says):
+        read("d.jsonl")
 
 
 def test_a_tokenizer_that_loses_the_text_is_not_measured():

@@ -1,5 +1,6 @@
 """Test that conversations of published sets are recognized by their columns, and become the right tokens."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -116,6 +117,14 @@ def test_each_form_has_its_tokens_of_which_an_assistant_s_are_learned(tmp_path, 
     if (isinstance(record, dict) and len(record) > 1) or form in ("sharegpt", "developer", "tool_role"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record] * 2), tmp_path / "c.parquet")
         paths.append(tmp_path / "c.parquet")
+    if isinstance(record, dict):
+        flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in record.items()}
+        paths += [tmp_path / name for name in ("flat.jsonl", "flat.parquet", "flat.csv", "flat.tsv")]
+        write_files(tmp_path, {"flat.jsonl": jsonl(flat, flat)})
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([flat] * 2), tmp_path / "flat.parquet")
+        for path, separator in zip(paths[-2:], ",\t"):
+            with path.open("w", newline="") as file:
+                csv.writer(file, delimiter=separator).writerows([flat.keys(), flat.values(), flat.values()])
     for path in paths:
         conversations = documents(path)
         assert len(conversations) == 2
@@ -135,7 +144,8 @@ def test_the_format_and_the_share_left_out_are_printed_and_counted(tmp_path, cap
     assert facts["skipped"] == {lost: 3, GREETING: 1}
     assert facts["train"]["documents"] + facts["val"]["documents"] == 17
     assert "conversations are made of the columns of Alpaca: instruction, output" in said
-    assert "left out, of 20 document(s): " in said and f"3 {lost} (15%)" in said and f"1 {GREETING} (5%)" in said
+    lines = f"  3 (15%): {lost} (first: a.jsonl line 18)\n  1 (5%): {GREETING} (first: a.jsonl line 17)\n"
+    assert f"left out, of 20 document(s):\n{lines}" in said
 
 
 @pytest.mark.parametrize("content", ['{"data": []}', "{}\n{}\n"])
@@ -143,3 +153,11 @@ def test_a_json_of_something_else_than_an_array_is_refused(tmp_path, content):
     write_files(tmp_path, {"a.json": content})
     with pytest.raises(UserError, match=r"a\.json is no array of conversations; .* call it \.jsonl"):
         documents(tmp_path / "a.json")
+
+
+def test_extensions_of_text_are_refused_for_conversations(tmp_path):
+    write_files(tmp_path, {"a.ndjson": "{}\n{}\n"})
+    with pytest.raises(UserError, match=r"--text_extensions is for text, and conversations are \.jsonl, .*\.csv or"):
+        find_corpus(str(tmp_path), conversations=True, text_extensions=".ndjson")
+    with pytest.raises(UserError, match=r"no file of conversations found there; left out: 1 \.ndjson; give .*\.tsv on"):
+        find_corpus(str(tmp_path), conversations=True)

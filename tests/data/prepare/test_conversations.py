@@ -63,6 +63,7 @@ def test_messages_have_a_column_of_any_name_and_times_beside_them(tmp_path):
 
 BAD = {
     "no list of messages": {"messages": {"text": "x"}},
+    "its messages are text, and not in JSON; write them with json.dumps": {"messages": str([U, A])},
     "no message of a user": [],
     "no message of an assistant": [U],
     "the conversation begins with the message of assistant; roles alternate from the user's": [A, A],

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def source(tmp_path_factory) -> Preparation:
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text(text(generator, 9 * i + 3))
     lines = [json.dumps({"text": text(generator, generator.randint(1, 150))}) for _ in range(200)]
-    lines[7], lines[25], lines[45], lines[120], lines[150] = "junk", "junk", "junk", "", lines[3]
+    lines[7], lines[25], lines[45], lines[120], lines[150], lines[160] = "junk", "junk", "junk", "", lines[3], "{}"
     (folder / "text" / "t.jsonl").write_text("\n".join(lines))
     rows = pa.table({"text": [text(generator, generator.randint(0, 90)) for _ in range(200)]})
     pq.write_table(rows, folder / "text" / "t.parquet", row_group_size=30)
@@ -87,12 +88,15 @@ def test_a_killed_worker_ends_the_command(source, tmp_path, monkeypatch):
         prepare(source, tmp_path / "out", workers=2)
 
 
-def test_the_source_s_first_failure_is_reported_and_skipping_it_continues(source, serial, tmp_path):
+def test_the_source_s_first_failure_is_reported_and_skipping_it_continues(source, serial, tmp_path, capfd):
     with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
         prepare(replace(source, on_error="stop"), tmp_path / "out", workers=2)
     assert facts_of(tmp_path / "out")["shards"]
     prepare(source, tmp_path / "out", workers=1)
     assert digests(tmp_path / "out") == digests(serial)
+    said = capfd.readouterr().err
+    assert re.search(r"  3 \(.*%\): not JSON \(first: t\.jsonl line 8\)\n", said)
+    assert re.search(r"  1 \(.*%\): no text under 'text'; .* \(first: t\.jsonl line 161\)\n", said)
 
 
 @pytest.mark.medium

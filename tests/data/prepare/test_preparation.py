@@ -156,5 +156,5 @@ def test_a_validation_split_is_held_out_and_keeps_the_texts_that_training_repeat
     assert len(parts[0]) == 18 and len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
     assert facts_of(out)["skipped"] == {"a duplicate": 2}
     log = capfd.readouterr().err
-    assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 a duplicate" in log
+    assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 (7.4%): a duplicate" in log
     assert open_dataset(str(out), DataConfig(), 280, tmp_path).held_out == "files of their own"
