@@ -1,7 +1,8 @@
 """Stop a run: for a person, for a preemption notice, or because a step does not end, which blocks all processes.
 
 A thread measures the time since the devices were last known to be done with a step. Steps are dispatched ahead of
-time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones.
+time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones. No limit
+counts the time in which the system stops this process (`hosts.clock`).
 """
 
 import faulthandler
@@ -22,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from configs.command_line import Exit
 from configs.schema import HangConfig
+from hosts.clock import running_seconds
 from hosts.distributed import max_over_processes
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
@@ -145,11 +147,11 @@ class Watchdog:
         self.step_seconds: deque[float] = deque(maxlen=64)
         """Seconds of a step, each time that the devices were done."""
         self.dispatched = self.finished = -1
-        self.since = time.monotonic()  # infinite during other work
+        self.since = running_seconds()  # infinite during other work
         self.ended = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        self.since = time.monotonic()
+        self.since = running_seconds()
         if self.config.seconds:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -166,7 +168,7 @@ class Watchdog:
     def finish(self, step: int) -> None:
         """Note that the devices have finished all steps up to this one."""
         if step > self.finished:
-            now = time.monotonic()
+            now = running_seconds()
             if self.since < math.inf:
                 self.step_seconds.append((now - self.since) / (step - self.finished))
                 self.since = now
@@ -175,12 +177,12 @@ class Watchdog:
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
         """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
-        began, since, self.since = time.monotonic(), self.since, math.inf
+        began, since, self.since = running_seconds(), self.since, math.inf
         try:
             with io_limit(self.config, what, self.on_timeout):
                 yield
         finally:
-            self.since = since + time.monotonic() - began
+            self.since = since + running_seconds() - began
 
     @property
     def allowed(self) -> float:
@@ -191,7 +193,7 @@ class Watchdog:
 
     def check(self) -> None:
         """Call `on_timeout` if they have taken longer."""
-        passed = time.monotonic() - self.since
+        passed = running_seconds() - self.since
         if passed > self.allowed:
             usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"
             self.on_timeout(f"no step after {self.finished} has ended for {passed:.0f} s (--hang.seconds; {usual})")
@@ -212,14 +214,21 @@ def io_limit(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | N
 
 @contextmanager
 def time_limit(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
-    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`."""
-    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), on_timeout or end_as_hung, [reason])
-    late.daemon = True
-    late.start()
+    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`, in which
+    this process ran."""
+    ended, until = threading.Event(), running_seconds() + seconds
+
+    def watch() -> None:
+        while (left := until - running_seconds()) > 0:
+            if ended.wait(min(left, threading.TIMEOUT_MAX)):
+                return
+        (on_timeout or end_as_hung)(reason)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        late.cancel()
+        ended.set()
 
 
 def end_as_hung(reason: str) -> None:

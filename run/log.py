@@ -1,7 +1,6 @@
 """The log of a run's steps: their time, the lines of metrics.jsonl, the progress bar, and reports to the user."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from configs.messages import LOGGER
 from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
+from hosts.clock import running_seconds
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung
@@ -37,11 +37,12 @@ SPIKE = 1.5  # times their median that a loss must exceed to be reported
 
 
 class Clock:
-    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
+    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling, and without the
+    time in which the system stopped the process."""
 
     def __init__(self, seconds: float, tokens: int):
         """Take the seconds and tokens of the starts before."""
-        self.before, self.origin = seconds, time.perf_counter()
+        self.before, self.origin = seconds, running_seconds()
         self.last = (seconds, tokens)
         self.stalled = 0.0
         """Seconds since the last reading in which the devices waited for a batch."""
@@ -52,19 +53,19 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Return the seconds so far."""
-        return self.before + time.perf_counter() - self.origin
+        return self.before + running_seconds() - self.origin
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch. Count the seconds of waiting for it in which the devices were idle."""
-        asked = time.monotonic()
+        asked = running_seconds()
         batch = next(batches)
         if self.devices_done and self.devices_done.done():
-            self.stalled += time.monotonic() - max(asked, self.devices_done.result())
+            self.stalled += running_seconds() - max(asked, self.devices_done.result())
         return batch
 
     def dispatched(self, metrics: Any) -> None:
         """Note the newest step's metrics, which are ready once the devices have completed it."""
-        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
+        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), running_seconds())[1])
 
     def rates(self, tokens: int) -> tuple[float, float]:
         """Return the tokens per second since the last reading, at which the run had fewer than `tokens` tokens, and the
@@ -76,9 +77,9 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside."""
-        start = time.perf_counter()
+        start = running_seconds()
         yield
-        self.origin += time.perf_counter() - start
+        self.origin += running_seconds() - start
 
     def close(self) -> None:
         """End the thread, without a wait for the devices."""

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -62,7 +62,7 @@ class Watched:
 
     def __init__(self, monkeypatch, **options):
         self.time, self.reasons = 0.0, []
-        monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: self.time))
+        monkeypatch.setattr("hosts.stop.running_seconds", lambda: self.time)
         self.dog = Watchdog(HangConfig(**options), self.reasons.append)
 
     def take(self, steps: int, seconds: float) -> None:
@@ -100,6 +100,11 @@ def test_an_evaluation_is_no_hang(monkeypatch):
     assert not watched.times_out_after(49) and watched.times_out_after(51)
 
 
+IMPORTS = """
+import hashlib, os, signal, threading, time
+from configs.schema import HangConfig
+from hosts.stop import *
+"""
 INTERRUPTED_TWICE = """
 with Stop() as stop, stop.deferred_signals():
     for _ in range(2):
@@ -129,8 +134,25 @@ with Watchdog(HangConfig(seconds=1)) as dog:
     ],
 )
 def test_a_second_ctrl_c_a_signal_before_training_and_a_hang_end_the_process(script, code, says):
-    imports = (
-        "import hashlib, os, signal, threading, time\nfrom configs.schema import HangConfig\nfrom hosts.stop import *\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", imports + script], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", IMPORTS + script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == code and all(text in ended.stderr for text in says)
+
+
+STOPPED = """
+with Watchdog(HangConfig(seconds=5)) as dog, time_limit(5, "the work takes longer than 5 s"):
+    dog.dispatch(1), dog.finish(1), dog.dispatch(2)
+    print("began", flush=True)
+    time.sleep(2)
+    dog.finish(2)
+"""
+
+
+def test_a_process_that_was_stopped_and_continued_is_not_hung():
+    command = [sys.executable, "-c", IMPORTS + STOPPED]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "began\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said
