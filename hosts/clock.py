@@ -32,8 +32,7 @@ class RunningClock:
             return now - self.stopped
 
     def _tick(self) -> None:
-        while True:
-            time.sleep(TICK)
+        while not threading.Event().wait(TICK):
             self.seconds()
 
 

@@ -94,21 +94,26 @@ def own_code(error: BaseException) -> Exit | None:
 
 def report(error: BaseException) -> int:
     """Print why a command ends, and return its exit code."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
-    if isinstance(error, KeyboardInterrupt):
-        print("interrupted; everything that was complete before is kept", file=sys.stderr)
-        return Exit.INTERRUPTED
-    if (code := own_code(error)) is not None:
-        print(f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), file=sys.stderr)
-        return code
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return Exit.FAILED
+    message, code = explained(error)
+    if message:
+        print(message, file=sys.stderr)
+    return code
+
+
+def explained(error: BaseException) -> tuple[str, int]:
+    """Return the message about an exception that ends a command, and its exit code."""
+    if isinstance(error, SystemExit):
+        return "", error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; everything that was complete before is kept", Exit.INTERRUPTED
+    if (code := own_code(error)) is not None:
+        return f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        return Exit.FAILED
-    traceback.print_exception(error)
-    return Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
+        return f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", Exit.FAILED
+    code = Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
+    return "".join(traceback.format_exception(error)).rstrip(), code
 
 
 def _nobody_reads() -> bool:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
 from typing import Any
 
@@ -25,6 +25,7 @@ from configs.command_line import Exit
 from configs.schema import HangConfig
 from hosts.clock import running_seconds
 from hosts.distributed import max_over_processes
+from hosts.runtime import explained
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet
@@ -34,7 +35,7 @@ FIRST = 6  # times `hang.seconds` that the first step may take, which connects t
 class Stop:
     """Let Ctrl-C, SIGTERM (a preemption notice) and SIGHUP (a closed terminal) end the command in order, inside `with`.
 
-    Enter it before `start_jax`. Signals end the command at once, by an exception, except during training
+    Enter it before `start_jax`, and `one_start` for each start of the run. Signals end the command at once, by an exception, except during training
     (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
     Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
 
@@ -45,25 +46,60 @@ class Stop:
     answers first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: HangConfig) -> None:
+        self.config = config
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = self.has_trained = False
+        """Whether steps are under way, and whether this start has come to its steps."""
         self.asked = 0
         """How often this process, one of several, has asked the others (`agreed`)."""
         self.has_agreed = False
         """The others' last answer."""
+        self.leaving = ExitStack()
+        """Ends the limit of time of a start that has come to its end."""
+        self.signals = ExitStack()
+        """Gives the signals back."""
 
     def __enter__(self) -> "Stop":
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt, signal.SIGHUP: self._preempt}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             del handlers[signal.SIGHUP]
-        self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        arrived, self.arriving = os.pipe()
-        os.set_blocking(self.arriving, False)
-        self.wakeup_before = signal.set_wakeup_fd(self.arriving)
+        arrived, arriving = os.pipe()
+        os.set_blocking(arriving, False)
+        self.signals.callback(os.close, arriving)
+        self.signals.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(arriving))
+        for number, handler in handlers.items():
+            self.signals.callback(signal.signal, number, signal.signal(number, handler))
         threading.Thread(target=self._answer, args=(arrived,), daemon=True).start()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leaving.close()
+        self.signals.close()
+
+    @contextmanager
+    def one_start(self) -> Iterator[None]:
+        """Let signals end the start inside at once until its first step, and limit the time in which it ends."""
+        self.leaving.close()  # of a start before it in this process
+        self.training = self.has_trained = False
+        try:
+            yield
+        except BaseException as error:
+            self._limit_leaving(error)
+            raise
+
+    def _limit_leaving(self, error: BaseException | None) -> None:
+        """Let the rest of this start take at most `hang.io_seconds`: it writes to a disk that may hang. Then report the
+        error that it ends with, if there is one, and end this process with code 42."""
+        message = explained(error)[0] if error else ""  # the error itself would keep the start's arrays
+
+        def end(reason: str) -> None:
+            print(message, file=sys.stderr)
+            end_as_hung(reason)
+
+        self.leaving.close()
+        self.leaving.enter_context(io_limit(self.config, "the end of this process", end))
 
     def _answer(self, arrived: int) -> None:
         """Say what a signal waits for. Before training, end the process if its handler does not: nothing is lost."""
@@ -106,9 +142,11 @@ class Stop:
         self.training = self.has_trained = True
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.training = False
+            self._limit_leaving(error)
             raise
+        self._limit_leaving(None)
 
     def agreed(self) -> bool:
         """Ask all processes, and return whether the run is to stop now, for all alike. Every process must ask equally
@@ -125,12 +163,6 @@ class Stop:
     def agreed_code(self) -> Exit:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""
         return Exit.INTERRUPTED if max_over_processes(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.wakeup_before)
-        os.close(self.arriving)
 
 
 def _say(text: str) -> None:

@@ -21,9 +21,9 @@ from data.loader import StepBatches
 from hosts.clock import running_seconds
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
-from hosts.stop import Watchdog, end_as_hung
+from hosts.stop import Watchdog, end_as_hung, time_limit
 from model.gpt import flops_per_token, parameter_shapes
-from run.ending import tell
+from run.ending import COMMAND_SECONDS, tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
 from run.start import ResumePoint
@@ -235,7 +235,8 @@ class MetricsLog:
 
     def _end_as_hung(self, reason: str) -> None:
         """End this process, from the watchdog's thread."""
-        tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
+        with time_limit(2 * COMMAND_SECONDS, reason):  # the run's disk may hang, too
+            tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
         end_as_hung(reason)
 
 

@@ -7,7 +7,7 @@ from hosts.clock import RunningClock
 
 def test_it_stands_while_the_process_is_stopped_but_not_while_it_works(monkeypatch):
     time = SimpleNamespace(now=100.0, worked=7.0)
-    of_system = {"monotonic": lambda: time.now, "process_time": lambda: time.worked, "sleep": None}
+    of_system = {"monotonic": lambda: time.now, "process_time": lambda: time.worked}
     monkeypatch.setattr("hosts.clock.time", SimpleNamespace(**of_system))
     monkeypatch.setattr(RunningClock, "_tick", lambda clock: None)
     clock = RunningClock()

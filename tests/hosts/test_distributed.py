@@ -130,10 +130,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 import hosts.distributed
 hosts.distributed.HEARTBEAT_SECONDS = 10
 import jax
+from configs.schema import HangConfig
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 def main():
-    with Stop() as stop:
+    with Stop(HangConfig()) as stop:
         start_jax()
         print("joined", flush=True)
         act, second = sys.argv[1], jax.process_index() == 1
