@@ -5,12 +5,15 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import resource
 import select
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +27,14 @@ from configs.command_line import Exit
 from configs.files import PASSING, StorageLost, cache_dir, first_line, is_transient
 from configs.messages import ignore_output_errors, repair_streams, show_messages
 from configs.schema import UserError
-from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here, join
+from hosts.distributed import (
+    HEARTBEAT_SECONDS,
+    FailedElsewhere,
+    NoCheckpoint,
+    everyone_is_here,
+    join,
+    on_every_process,
+)
 from hosts.machines import GPU_FRACTION
 from training.mesh import axes_between, device_groups, sizes_of
 
@@ -82,6 +92,7 @@ CODES: dict[type[Exception], Exit] = {
     UserError: Exit.MISTAKE,
     NoCheckpoint: Exit.UNREADABLE,
     TrainingAborted: Exit.FAILED,
+    FailedElsewhere: Exit.FAILED,
     StorageLost: Exit.PEER_LOST,
     StartAgain: Exit.PEER_LOST,
 }
@@ -144,7 +155,24 @@ def start_jax() -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     sys.unraisablehook = report_unless_loop_is_closed
     show_messages(first=join() == 0)
-    require_platform()
+    on_every_process("its flags for XLA", partial(require_known_flags, os.environ.get("XLA_FLAGS", "")))
+    on_every_process("its devices", require_platform)  # which waits for the others', but not without end
+
+
+@cache
+def require_known_flags(flags: str) -> None:
+    """Raise UserError if XLA does not know these flags of XLA_FLAGS: it would end the process with an abort. So a
+    process of its own reads them."""
+    if not flags:
+        return
+    read = [sys.executable, "-P", "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    ended = subprocess.run(read, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    if ended.returncode:
+        reason = re.search(r"\] (.*flag.*)", ended.stderr)
+        raise UserError(
+            f"XLA_FLAGS={flags}: {reason[1] if reason else ended.stderr.strip()}; correct the variable, or unset it "
+            "(flags of TPUs belong in LIBTPU_INIT_ARGS)"
+        )
 
 
 def require_platform() -> None:

@@ -35,9 +35,10 @@ FIRST = 6  # times `hang.seconds` that the first step may take, which connects t
 class Stop:
     """Let Ctrl-C, SIGTERM (a preemption notice) and SIGHUP (a closed terminal) end the command in order, inside `with`.
 
-    Enter it before `start_jax`, and `one_start` for each start of the run. Signals end the command at once, by an exception, except during training
-    (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
-    Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
+    Enter it before `start_jax`, and `one_start` for each start of the run. Signals end the command at once, by an
+    exception, except during training (`deferred_signals`). There they become a request, which all processes of a run
+    follow after the same step. A second Ctrl-C then ends a process at once if it is alone. One of several waits for
+    that step: all end with one code.
 
     Once several processes have joined, JAX's preemption service takes SIGTERM over. It is a request then from the start
     on, which the first `agreed` answers, after restoring and compiling.

@@ -19,6 +19,7 @@ from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
 from hosts.clock import running_seconds
+from hosts.distributed import on_every_process
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung, time_limit
@@ -106,8 +107,12 @@ class MetricsLog:
         self.clock = Clock(resume_point.seconds, resume_point.tokens)
         self.watchdog = Watchdog(config.hang, self._end_as_hung)
         wandb = partial(Wandb, config) if config.log.wandb else None
-        self.writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
-        lines = [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
+
+        def opened() -> tuple[MetricsWriter, list[dict]]:
+            writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
+            return writer, [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
+
+        self.writer, lines = on_every_process("its metrics", opened)
         self.scores = {line["step"]: line["val_bpb"] for line in lines if line.get("val_bpb") is not None}
         """Bits per byte of each evaluated step, by the lines that are on this machine."""
         self.bar = tqdm(
