@@ -233,6 +233,39 @@ def test_processes_find_each_other_in_slurm_s_environment_past_a_proxy_that_does
         assert "['0 2', '1 2'] 2" in text
 
 
+ONE_FAILS = """
+import errno, jax
+from configs.schema import UserError
+from hosts.distributed import on_every_process
+from hosts.runtime import explained, run_command, start_jax
+def main():
+    start_jax()
+    def fail(failures):
+        for process, error in failures:
+            if process == jax.process_index():
+                raise error
+    mistake, stale, defect = UserError("do this"), OSError(errno.ESTALE, "stale"), ZeroDivisionError("a defect")
+    for failures in [(1, mistake)], [(1, stale)], [(1, defect)], [(0, defect), (1, mistake)], []:
+        try:
+            on_every_process("a test", lambda: fail(failures))
+            print("all is well")
+        except Exception as error:
+            message, code = explained(error)
+            print(int(code), message.splitlines()[-1])
+    return 0
+run_command(main)
+"""
+
+
+@pytest.mark.medium
+def test_what_fails_on_one_process_fails_on_all_with_one_code():
+    of_one = "2 error: process 1: do this\n42 error: process 1: OSError: [Errno 116] stale; start all again\n"
+    rest = "2 error: process 1: do this\nall is well\n"
+    first, second = finish(start(["-c", ONE_FAILS], ["-c", ONE_FAILS]), 0)
+    assert first.endswith(f"{of_one}1 error: process 1: ZeroDivisionError: a defect\n{rest}")
+    assert second.endswith(f"{of_one}1 ZeroDivisionError: a defect\n{rest}")  # its own, with its traceback
+
+
 @pytest.mark.medium
 def test_a_mistake_of_one_process_ends_all_in_seconds(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")

@@ -18,6 +18,7 @@ from configs.schema import UserError
 from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
     report_unless_loop_is_closed,
+    require_known_flags,
     require_platform,
     run_command,
 )
@@ -133,6 +134,19 @@ def test_an_accelerator_that_is_not_here_or_not_used_is_a_mistake(platforms, fil
     monkeypatch.setattr("jax.default_backend", Mock(side_effect=backend))
     with pytest.raises(raised, match=says) if raised else nullcontext():
         require_platform()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--xla_backend_optimization_level=0", ""),
+        ("--xla_nothing=1 --xla_force_host_platform_device_count=2", "Unknown flag in XLA_FLAGS: --xla_nothing=1;"),
+        ("--xla_backend_optimization_level=high", "Couldn't interpret value high for flag xla_backend_optimization"),
+    ],
+)
+def test_flags_that_xla_does_not_know_are_a_mistake(flags, says):
+    with pytest.raises(UserError, match=f"XLA_FLAGS={flags}: {says}") if says else nullcontext():
+        require_known_flags(flags)
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])
