@@ -9,8 +9,8 @@ LEAST = 2.0  # seconds without a reading that may be a stop; shorter ones are a 
 
 
 class RunningClock:
-    """Counts the seconds in which this process runs: not those after SIGSTOP or Ctrl-Z, of `docker pause`, or of a
-    virtual machine that stands still."""
+    """Counts the seconds in which this process runs: not those between SIGSTOP and SIGCONT (Ctrl-Z), nor those of
+    `docker pause`."""
 
     def __init__(self) -> None:
         """Start a thread that reads the clock, until the process ends."""

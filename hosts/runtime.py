@@ -10,6 +10,8 @@ import resource
 import select
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +43,7 @@ from training.mesh import axes_between, device_groups, sizes_of
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "model", "reinforcement", "run", "training")
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
+EXIT_SECONDS = 60  # that a command with a result waits for its threads
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
 
@@ -69,7 +72,18 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         error, code = raised, report(raised)
     if jax.distributed.is_initialized():
         leave(error, code)
+    exits = threading.Event()
+    threading.Thread(target=limit_exit, args=(exits, code), daemon=True).start()
+    threading._register_atexit(exits.set)  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(code)
+
+
+def limit_exit(exits: threading.Event, code: int) -> None:
+    """End this process with its code if its threads have not ended EXIT_SECONDS after `exits`: they may wait for a disk
+    that hangs. `exits`: when Python begins to wait for them, where nothing can start a thread."""
+    exits.wait()
+    time.sleep(EXIT_SECONDS)
+    os._exit(code)
 
 
 def leave(error: BaseException | None, code: int) -> None:

@@ -96,7 +96,8 @@ class Stop:
         message = explained(error)[0] if error else ""  # the error itself would keep the start's arrays
 
         def end(reason: str) -> None:
-            print(message, file=sys.stderr)
+            if message:
+                print(message, file=sys.stderr)
             end_as_hung(reason)
 
         self.leaving.close()

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jax._src import distributed
 
 from configs.command_line import Exit
 from run.record import read_metrics
 from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
-from tests.hosts.processes import finish, start
+from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.test_train import CONFIG, PREEMPTED, ROOT, run, write_folder
 
 OPTIONS = (
@@ -39,17 +38,6 @@ def test_a_text_that_one_host_cannot_read_ends_both_with_one_code(tmp_path):
     command = [ROOT / "train.py", "--config=tiny.py", f"--run_dir={tmp_path}/run"]
     for said in finish(start(command, command, folders=hosts), Exit.MISTAKE):
         assert "error: process 1: text: nothing found there" in said
-
-
-def fail_elsewhere(monkeypatch, where: str) -> None:
-    """Let this process be one of two. The other one, which does all as this one does, fails in the exchange `where`."""
-    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
-
-    def exchange(what: str, value: str, channel: str = "") -> list[str]:
-        return [value, "0 it is not there" if what == where else value]
-
-    monkeypatch.setattr("hosts.distributed.exchange", exchange)
-    monkeypatch.setattr("hosts.preflight.exchange", exchange)
 
 
 @pytest.mark.medium

@@ -94,6 +94,27 @@ def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, co
         assert subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode == code
 
 
+BLOCKED_THREADS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import hosts.runtime
+hosts.runtime.EXIT_SECONDS = 1
+def main():
+    for_ever = threading.Event().wait  # as a read from a disk that hangs
+    threading.Thread(target=for_ever).start()
+    ThreadPoolExecutor(1).submit(for_ever)
+    print("saved")
+    return 143
+hosts.runtime.run_command(main)
+"""
+
+
+def test_threads_that_wait_for_a_disk_keep_no_command_that_has_ended():
+    command = [sys.executable, "-c", BLOCKED_THREADS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (143, "saved\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("encoding", "closed", "out", "err", "module", "start"),
     [
