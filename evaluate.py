@@ -17,19 +17,20 @@ from configs.command_line import parse_arguments
 from configs.files import in_bucket
 from configs.progress import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
-from data.dataset import open_text, shortest
+from data.dataset import Text, open_text, shortest
 from data.loader import held_out_batches
-from evaluation.benchmark import BENCHMARKS, benchmark_of
+from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
 from evaluation.core import Task
 from evaluation.evaluator import evaluate
 from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import bits_of, compared, figures, read_documents
+from hosts.distributed import on_every_process
 from hosts.runtime import cache_dir, run_command, start_jax
 from run.folder import config_of_run
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
-from training.step import make_eval_step
+from training.step import Batch, make_eval_step
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,14 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     evaluation = chosen(arguments)
     start_jax()
-    for run_dir in filter(None, (arguments.run_dir, arguments.against)):
-        facts, _ = config_of_run(run_dir)  # a mistake is reported before any compute
-        if evaluation is held_out and not facts["dataset"]:
-            raise UserError(f"{run_dir} has no text of its own: it was converted; give --source=PATH or --tasks")
+
+    def require_runs() -> None:
+        for run_dir in filter(None, (arguments.run_dir, arguments.against)):
+            facts, _ = config_of_run(run_dir)
+            if evaluation is held_out and not facts["dataset"]:
+                raise UserError(f"{run_dir} has no text of its own: it was converted; give --source=PATH or --tasks")
+
+    on_every_process("its runs", require_runs)  # a mistake is reported before any compute
     results = {"run_dir": arguments.run_dir, **evaluation(arguments, make_mesh(arguments.mesh))}
     if jax.process_index() == 0:
         print(json.dumps(results) if arguments.json else as_table(results))
@@ -120,16 +125,20 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     network = open_network(run_dir, mesh, arguments.step)
     config = network.config
     shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
-    text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
-    if text.fingerprint != network.dataset:
-        raise UserError(
-            f"{config.data.source} is not the text that {run_dir} was trained on: its fingerprint is "
-            f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
+
+    def read() -> tuple[Text, tuple[list[Batch], np.ndarray]]:
+        text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
+        if text.fingerprint != network.dataset:
+            raise UserError(
+                f"{config.data.source} is not the text that {run_dir} was trained on: its fingerprint is "
+                f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
+            )
+        tokens, token_bytes = arguments.tokens or config.eval.tokens, text.tokenizer.token_bytes
+        return text, held_out_batches(
+            text.val, text.weights, tokens, token_bytes, shape, batch_sharding(mesh), text.document_bos
         )
-    tokens, token_bytes = arguments.tokens or config.eval.tokens, text.tokenizer.token_bytes
-    batches, text_bytes = held_out_batches(
-        text.val, text.weights, tokens, token_bytes, shape, batch_sharding(mesh), text.document_bos
-    )
+
+    text, (batches, text_bytes) = on_every_process("the run's text", read)
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(network.sharded)
     results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
@@ -141,7 +150,8 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
 def texts(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
     options = arguments.text_column, cache_dir(), arguments.text_extensions
-    documents, skipped = read_documents(arguments.source, arguments.documents, *options)
+    read = partial(read_documents, arguments.source, arguments.documents, *options)
+    documents, skipped = on_every_process("their text", read)
     sizes = [len(document.text.encode()) for document in documents]
 
     def measured(run_dir: str, step: int | None) -> tuple[int, np.ndarray]:
@@ -159,7 +169,7 @@ def texts(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
 def core(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return CORE or ChatCORE, and its tasks' figures."""
     benchmark = arguments.tasks
-    tasks = BENCHMARKS[benchmark](arguments.bundle, arguments.items)
+    tasks = read_tasks(benchmark, arguments.bundle, arguments.items)
     network = open_network(arguments.run_dir, mesh, arguments.step)
     name = f"step_{network.step}" + (f"_items_{arguments.items}" if arguments.items else "")
     out = Path(arguments.out or arguments.run_dir) / benchmark / name

@@ -133,10 +133,10 @@ def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
 
     def start_once() -> Exit:
         times = Times()
-        with ending.failure_recorded(config, times):
+        with ending.failure_recorded(config, times), stop.one_start():
             return run(config, arguments, stop, times)
 
-    with Stop() as stop:
+    with Stop(config.hang) as stop:
         start_jax()
         with RunLock(config.run_dir), notify_of_failure(config):
             try:
@@ -145,7 +145,8 @@ def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
                 if jax.process_count() > 1:
                     raise  # the launcher starts all again
                 LOGGER.warning(str(reason))
-            gc.collect()  # the arrays of the failed start
+            gc.unfreeze()  # the failed start's objects, among them cycles that hold arrays
+            gc.collect()
             return start_once()
 
 

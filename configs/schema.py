@@ -365,7 +365,8 @@ class HangConfig:
     more. The first step of a process has six times as long. 0: no limit. Choose more than any step, and any stall of a
     disk or network that passes."""
     io_seconds: InFile[NotNegative[float]] = 7200.0
-    """Limit in seconds for a restore, a save or an evaluation; 0: none. Choose more than the longest of them."""
+    """Limit in seconds for a restore, a save, an evaluation, or the end of a process; 0: none. Choose more than the
+    longest of them."""
 
 
 @dataclass(frozen=True)

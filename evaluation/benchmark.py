@@ -9,17 +9,27 @@ from evaluation.chat_core import ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
 from evaluation.evaluator import Interrupted
 from evaluation.network import Network
-from hosts.distributed import check_hosts_agree
+from hosts.distributed import check_hosts_agree, on_every_process
 from training.build import Build
 
 BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
 """The functions that read each benchmark's tasks from its folder."""
 
 
+def read_tasks(name: str, bundle: str, items: int | None) -> list[Task]:
+    """Return a benchmark's tasks, each with `items` of its items, or with all. Raise UserError if the bundle cannot be
+    read. Every process must call it."""
+    return on_every_process("its bundle", lambda: BENCHMARKS[name](bundle, items))
+
+
 def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
     """Return a benchmark on the network's mesh, called with its parameters. Every process must call it."""
     scorer = network.scorer(READS * network.config.batch.sequence_length)
-    core = ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
+
+    def made() -> Core:
+        return ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
+
+    core = on_every_process("its benchmark", made)
     check_hosts_agree("their bundle", json.dumps(core.facts))
     return core
 
@@ -28,7 +38,7 @@ def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], b
     """Return `benchmark(params, should_stop)` for `eval.tasks`. It returns the lines of metrics.jsonl: the figure, its
     standard error, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task."""
     options = built.config.eval
-    tasks = BENCHMARKS[options.tasks](options.bundle, options.items)
+    tasks = read_tasks(options.tasks, options.bundle, options.items)
     core = benchmark_of(options.tasks, tasks, Network(built.config, text.tokenizer, {}, built.network))
 
     def benchmark(params: dict, should_stop: Callable[[], bool]) -> dict[str, Any]:

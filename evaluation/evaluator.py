@@ -16,6 +16,7 @@ from configs.schema import UserError
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
+from hosts.distributed import on_every_process
 from model import sampling
 from training.build import Build
 from training.mesh import xla_options
@@ -138,21 +139,25 @@ class Evaluator:
     `samples`, and the figures of `eval.tasks`."""
 
     def __init__(self, built: Build, text: Text):
-        """Raise UserError for a prompt that leaves no room for a continuation."""
+        """Raise UserError for a prompt that leaves no room for a continuation, or a row that cannot be read. Every
+        process must make one."""
         config = built.config
         self.built, self.text, self.tokenizer = built, text, text.tokenizer
-        prompts = text.prompts(config.eval.prompts)
-        self.prompts = encode_prompts(text.tokenizer, prompts, config.batch.sequence_length)
+
+        def read() -> tuple[list[list[int]], tuple[list[Batch], Int[np.ndarray, "datasets micro_batches"]]]:
+            prompts = encode_prompts(text.tokenizer, text.prompts(config.eval.prompts), config.batch.sequence_length)
+            return prompts, held_out_batches(
+                text.val,
+                text.weights,
+                config.eval.tokens,
+                text.tokenizer.token_bytes,
+                built.batch_shape,
+                built.batch_sharding,
+                text.document_bos,
+            )
+
+        self.prompts, (self.batches, self.text_bytes) = on_every_process("the held-out rows", read)
         self.generate = make_generate(built.network)
-        self.batches, self.text_bytes = held_out_batches(
-            text.val,
-            text.weights,
-            config.eval.tokens,
-            text.tokenizer.token_bytes,
-            built.batch_shape,
-            built.batch_sharding,
-            text.document_bos,
-        )
         # By its name: a run without a benchmark loads nothing of it.
         of_run = import_module("evaluation.benchmark").benchmark_of_run if config.eval.tasks else None
         self.benchmark = of_run(built, text) if of_run else None

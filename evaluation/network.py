@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
+from hosts.distributed import on_every_process
 from run.checkpoint import Checkpoints
 from run.folder import config_of_run
 from run.record import fetch_locally
@@ -84,10 +86,14 @@ def mesh_of_first(config: MeshConfig) -> Mesh:
 
 def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Network:
     """Return the network of a run's checkpoint of `step`, or of the newest. Raise UserError if there is none, or if the
-    mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged."""
-    facts, config = config_of_run(run_dir)
-    validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    tokenizer = load_tokenizer(fetch_locally(run_dir) / "tokenizer")
+    mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged. Every process must call it."""
+
+    def read() -> tuple[dict[str, Any], Config, TextTokenizer]:
+        facts, config = config_of_run(run_dir)
+        validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
+        return facts, config, load_tokenizer(fetch_locally(run_dir) / "tokenizer")
+
+    facts, config, tokenizer = on_every_process(f"the run {run_dir}", read)
     sharded = shard_network(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
     params, step = Checkpoints(run_dir).restore_params(sharded.abstract_params(), step)
     return Network(config, tokenizer, params, sharded, step, facts["dataset"])

@@ -23,7 +23,7 @@ from data.prepare.selection import hash_share, text_lost
 from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.scorer import Question
-from hosts.distributed import check_hosts_agree
+from hosts.distributed import check_hosts_agree, on_every_process
 
 
 def read_documents(
@@ -75,8 +75,12 @@ def bits_of(network: Network, given: str, documents: Sequence[Document]) -> Floa
     """Return the bits of each document. `given` names the network. Raise UserError if its tokenizer loses text: what
     it drops would cost no bits. Every process must call it."""
     tokenizer, scorer, texts = network.tokenizer, network.scorer(), [document.text for document in documents]
-    if lost := text_lost(tokenizer, {document.name: document.text for document in documents}):
-        raise UserError(f"the tokenizer of {given} loses text, so bits per byte would be wrong: {lost}")
+
+    def require_no_loss() -> None:
+        if lost := text_lost(tokenizer, {document.name: document.text for document in documents}):
+            raise UserError(f"the tokenizer of {given} loses text, so bits per byte would be wrong: {lost}")
+
+    on_every_process("a tokenizer", require_no_loss)
     check_hosts_agree("their text", hashlib.sha256(json.dumps(texts).encode()).hexdigest())
     questions = []
     for number, ids in enumerate(tokenizer.encode(texts)):

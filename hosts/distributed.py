@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed  # as Orbax does: neither has a public API
 
-from configs.files import StorageLost
+from configs.files import StorageLost, is_transient
 from configs.schema import UserError
 
 DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
@@ -42,7 +42,11 @@ class Damaged(ValueError):
     """Raised if a saved file is missing, or its content differs."""
 
 
-SHARED_ERRORS = (UserError, StorageLost, Damaged)  # that all processes raise if one does
+class FailedElsewhere(Exception):
+    """Raised if another process failed for a reason that has no exception of its own: exit code 1."""
+
+
+SHARED_ERRORS = (UserError, StorageLost, Damaged, FailedElsewhere)  # that all processes raise if one does
 
 
 def join() -> int:
@@ -222,18 +226,32 @@ def on_first_process(function: Callable[[], Any]) -> Any:
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
-    """Return the result of `function` here, once it has returned on every process. If it raises one of SHARED_ERRORS on
-    some, all raise the first kind in that order, with the process's number; other exceptions end this process.
-    `function` must not wait for another process."""
+    """Return the result of `function` here, once it has returned on every process. If it raises an exception on some,
+    all raise the first kind of SHARED_ERRORS, in that order, with the process's number: StorageLost for another error
+    that may pass, FailedElsewhere for any other, except where it was raised. So all end with one exit code. `function`
+    must not wait for another process."""
+    if distributed.global_state.num_processes == 1:
+        return function()
     failure: Exception | None = None
     result: Any = None
     try:
         result = function()
-    except SHARED_ERRORS as error:
+    except Exception as error:
         failure = error
-    kind = next((str(i) for i, kind in enumerate(SHARED_ERRORS) if isinstance(failure, kind)), "")
-    answers = [answer.split(" ", 1) for answer in exchange(what, f"{kind} {failure or ''}")]
+    answers = [answer.split(" ", 1) for answer in exchange(what, _described(failure) if failure else " ")]
     if failed := [(kind, message, i) for i, (kind, message) in enumerate(answers) if kind]:
         kind, message, i = min(failed)
-        raise SHARED_ERRORS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
+        shared = SHARED_ERRORS[int(kind)]
+        if failure and shared is FailedElsewhere:
+            raise failure
+        raise shared(f"process {i}: {message}") from failure
     return result
+
+
+def _described(failure: Exception) -> str:
+    """Return the place in SHARED_ERRORS of what the other processes raise, and its message."""
+    if isinstance(failure, SHARED_ERRORS):
+        shared = next(kind for kind in SHARED_ERRORS if isinstance(failure, kind))
+        return f"{SHARED_ERRORS.index(shared)} {failure}"
+    shared = StorageLost if is_transient(failure) else FailedElsewhere
+    return f"{SHARED_ERRORS.index(shared)} {type(failure).__name__}: {failure}"

@@ -45,6 +45,12 @@ def exceeds_vector_memory(error: str) -> bool:
     return "RESOURCE_EXHAUSTED" in first and "vmem" in first.lower()
 
 
+def is_lack_of_memory(error: str) -> bool:
+    """Return whether an error is of a device with too little memory. gRPC, through which the processes exchange values,
+    has the same status for a message or a rate of requests that it refuses."""
+    return "RESOURCE_EXHAUSTED" in error and not re.search("grpc|message larger than max", error, re.IGNORECASE)
+
+
 def device_limit(device: Any, devices_here: int) -> int:
     """Return the bytes that programs may take on a device that is here. Devices that do not report it (CPUs) share what
     the machine has available now, within the limit of this process's container."""

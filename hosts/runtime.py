@@ -5,12 +5,17 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import resource
 import select
+import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
@@ -24,13 +29,21 @@ from configs.command_line import Exit
 from configs.files import PASSING, StorageLost, cache_dir, first_line, is_transient
 from configs.messages import ignore_output_errors, repair_streams, show_messages
 from configs.schema import UserError
-from hosts.distributed import HEARTBEAT_SECONDS, NoCheckpoint, everyone_is_here, join
+from hosts.distributed import (
+    HEARTBEAT_SECONDS,
+    FailedElsewhere,
+    NoCheckpoint,
+    everyone_is_here,
+    join,
+    on_every_process,
+)
 from hosts.machines import GPU_FRACTION
 from training.mesh import axes_between, device_groups, sizes_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "model", "reinforcement", "run", "training")
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
+EXIT_SECONDS = 60  # that a command with a result waits for its threads
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
 
@@ -59,7 +72,18 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         error, code = raised, report(raised)
     if jax.distributed.is_initialized():
         leave(error, code)
+    exits = threading.Event()
+    threading.Thread(target=limit_exit, args=(exits, code), daemon=True).start()
+    threading._register_atexit(exits.set)  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(code)
+
+
+def limit_exit(exits: threading.Event, code: int) -> None:
+    """End this process with its code if its threads have not ended EXIT_SECONDS after `exits`: they may wait for a disk
+    that hangs. `exits`: when Python begins to wait for them, where nothing can start a thread."""
+    exits.wait()
+    time.sleep(EXIT_SECONDS)
+    os._exit(code)
 
 
 def leave(error: BaseException | None, code: int) -> None:
@@ -82,6 +106,7 @@ CODES: dict[type[Exception], Exit] = {
     UserError: Exit.MISTAKE,
     NoCheckpoint: Exit.UNREADABLE,
     TrainingAborted: Exit.FAILED,
+    FailedElsewhere: Exit.FAILED,
     StorageLost: Exit.PEER_LOST,
     StartAgain: Exit.PEER_LOST,
 }
@@ -94,21 +119,26 @@ def own_code(error: BaseException) -> Exit | None:
 
 def report(error: BaseException) -> int:
     """Print why a command ends, and return its exit code."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
-    if isinstance(error, KeyboardInterrupt):
-        print("interrupted; everything that was complete before is kept", file=sys.stderr)
-        return Exit.INTERRUPTED
-    if (code := own_code(error)) is not None:
-        print(f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), file=sys.stderr)
-        return code
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return Exit.FAILED
+    message, code = explained(error)
+    if message:
+        print(message, file=sys.stderr)
+    return code
+
+
+def explained(error: BaseException) -> tuple[str, int]:
+    """Return the message about an exception that ends a command, and its exit code."""
+    if isinstance(error, SystemExit):
+        return "", error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; everything that was complete before is kept", Exit.INTERRUPTED
+    if (code := own_code(error)) is not None:
+        return f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        return Exit.FAILED
-    traceback.print_exception(error)
-    return Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
+        return f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", Exit.FAILED
+    code = Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
+    return "".join(traceback.format_exception(error)).rstrip(), code
 
 
 def _nobody_reads() -> bool:
@@ -139,7 +169,24 @@ def start_jax() -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     sys.unraisablehook = report_unless_loop_is_closed
     show_messages(first=join() == 0)
-    require_platform()
+    on_every_process("its flags for XLA", partial(require_known_flags, os.environ.get("XLA_FLAGS", "")))
+    on_every_process("its devices", require_platform)  # which waits for the others', but not without end
+
+
+@cache
+def require_known_flags(flags: str) -> None:
+    """Raise UserError if XLA does not know these flags of XLA_FLAGS: it would end the process with an abort. So a
+    process of its own reads them."""
+    if not flags:
+        return
+    read = [sys.executable, "-P", "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    ended = subprocess.run(read, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    if ended.returncode:
+        reason = re.search(r"\] (.*flag.*)", ended.stderr)
+        raise UserError(
+            f"XLA_FLAGS={flags}: {reason[1] if reason else ended.stderr.strip()}; correct the variable, or unset it "
+            "(flags of TPUs belong in LIBTPU_INIT_ARGS)"
+        )
 
 
 def require_platform() -> None:

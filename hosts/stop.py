@@ -1,7 +1,8 @@
 """Stop a run: for a person, for a preemption notice, or because a step does not end, which blocks all processes.
 
 A thread measures the time since the devices were last known to be done with a step. Steps are dispatched ahead of
-time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones.
+time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones. No limit
+counts the time in which the system stops this process (`hosts.clock`).
 """
 
 import faulthandler
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,9 @@ from jax.experimental import multihost_utils
 
 from configs.command_line import Exit
 from configs.schema import HangConfig
+from hosts.clock import running_seconds
 from hosts.distributed import max_over_processes
+from hosts.runtime import explained
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet
@@ -32,9 +35,10 @@ FIRST = 6  # times `hang.seconds` that the first step may take, which connects t
 class Stop:
     """Let Ctrl-C, SIGTERM (a preemption notice) and SIGHUP (a closed terminal) end the command in order, inside `with`.
 
-    Enter it before `start_jax`. Signals end the command at once, by an exception, except during training
-    (`deferred_signals`). There they become a request, which all processes of a run follow after the same step. A second
-    Ctrl-C then ends a process at once if it is alone. One of several waits for that step: all end with one code.
+    Enter it before `start_jax`, and `one_start` for each start of the run. Signals end the command at once, by an
+    exception, except during training (`deferred_signals`). There they become a request, which all processes of a run
+    follow after the same step. A second Ctrl-C then ends a process at once if it is alone. One of several waits for
+    that step: all end with one code.
 
     Once several processes have joined, JAX's preemption service takes SIGTERM over. It is a request then from the start
     on, which the first `agreed` answers, after restoring and compiling.
@@ -43,25 +47,61 @@ class Stop:
     answers first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: HangConfig) -> None:
+        self.config = config
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = self.has_trained = False
+        """Whether steps are under way, and whether this start has come to its steps."""
         self.asked = 0
         """How often this process, one of several, has asked the others (`agreed`)."""
         self.has_agreed = False
         """The others' last answer."""
+        self.leaving = ExitStack()
+        """Ends the limit of time of a start that has come to its end."""
+        self.signals = ExitStack()
+        """Gives the signals back."""
 
     def __enter__(self) -> "Stop":
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt, signal.SIGHUP: self._preempt}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
             del handlers[signal.SIGHUP]
-        self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        arrived, self.arriving = os.pipe()
-        os.set_blocking(self.arriving, False)
-        self.wakeup_before = signal.set_wakeup_fd(self.arriving)
+        arrived, arriving = os.pipe()
+        os.set_blocking(arriving, False)
+        self.signals.callback(os.close, arriving)
+        self.signals.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(arriving))
+        for number, handler in handlers.items():
+            self.signals.callback(signal.signal, number, signal.signal(number, handler))
         threading.Thread(target=self._answer, args=(arrived,), daemon=True).start()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leaving.close()
+        self.signals.close()
+
+    @contextmanager
+    def one_start(self) -> Iterator[None]:
+        """Let signals end the start inside at once until its first step, and limit the time in which it ends."""
+        self.leaving.close()  # of a start before it in this process
+        self.training = self.has_trained = False
+        try:
+            yield
+        except BaseException as error:
+            self._limit_leaving(error)
+            raise
+
+    def _limit_leaving(self, error: BaseException | None) -> None:
+        """Let the rest of this start take at most `hang.io_seconds`: it writes to a disk that may hang. Then report the
+        error that it ends with, if there is one, and end this process with code 42."""
+        message = explained(error)[0] if error else ""  # the error itself would keep the start's arrays
+
+        def end(reason: str) -> None:
+            if message:
+                print(message, file=sys.stderr)
+            end_as_hung(reason)
+
+        self.leaving.close()
+        self.leaving.enter_context(io_limit(self.config, "the end of this process", end))
 
     def _answer(self, arrived: int) -> None:
         """Say what a signal waits for. Before training, end the process if its handler does not: nothing is lost."""
@@ -104,9 +144,11 @@ class Stop:
         self.training = self.has_trained = True
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.training = False
+            self._limit_leaving(error)
             raise
+        self._limit_leaving(None)
 
     def agreed(self) -> bool:
         """Ask all processes, and return whether the run is to stop now, for all alike. Every process must ask equally
@@ -124,12 +166,6 @@ class Stop:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""
         return Exit.INTERRUPTED if max_over_processes(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.wakeup_before)
-        os.close(self.arriving)
-
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal is closed
@@ -145,11 +181,11 @@ class Watchdog:
         self.step_seconds: deque[float] = deque(maxlen=64)
         """Seconds of a step, each time that the devices were done."""
         self.dispatched = self.finished = -1
-        self.since = time.monotonic()  # infinite during other work
+        self.since = running_seconds()  # infinite during other work
         self.ended = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        self.since = time.monotonic()
+        self.since = running_seconds()
         if self.config.seconds:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -166,7 +202,7 @@ class Watchdog:
     def finish(self, step: int) -> None:
         """Note that the devices have finished all steps up to this one."""
         if step > self.finished:
-            now = time.monotonic()
+            now = running_seconds()
             if self.since < math.inf:
                 self.step_seconds.append((now - self.since) / (step - self.finished))
                 self.since = now
@@ -175,12 +211,12 @@ class Watchdog:
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
         """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
-        began, since, self.since = time.monotonic(), self.since, math.inf
+        began, since, self.since = running_seconds(), self.since, math.inf
         try:
             with io_limit(self.config, what, self.on_timeout):
                 yield
         finally:
-            self.since = since + time.monotonic() - began
+            self.since = since + running_seconds() - began
 
     @property
     def allowed(self) -> float:
@@ -191,7 +227,7 @@ class Watchdog:
 
     def check(self) -> None:
         """Call `on_timeout` if they have taken longer."""
-        passed = time.monotonic() - self.since
+        passed = running_seconds() - self.since
         if passed > self.allowed:
             usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"
             self.on_timeout(f"no step after {self.finished} has ended for {passed:.0f} s (--hang.seconds; {usual})")
@@ -212,14 +248,21 @@ def io_limit(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | N
 
 @contextmanager
 def time_limit(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
-    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`."""
-    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), on_timeout or end_as_hung, [reason])
-    late.daemon = True
-    late.start()
+    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`, in which
+    this process ran."""
+    ended, until = threading.Event(), running_seconds() + seconds
+
+    def watch() -> None:
+        while (left := until - running_seconds()) > 0:
+            if ended.wait(min(left, threading.TIMEOUT_MAX)):
+                return
+        (on_timeout or end_as_hung)(reason)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        late.cancel()
+        ended.set()
 
 
 def end_as_hung(reason: str) -> None:

@@ -8,9 +8,9 @@ from configs.schema import Config, UserError
 from configs.validation import require_steps
 from data.dataset import Text
 from data.loader import Mixture
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.network import require_chat_tokens
-from hosts.distributed import check_hosts_agree
+from hosts.distributed import check_hosts_agree, on_every_process
 from reinforcement.rollouts import answers_of_step, powers_of_two, prompt_of
 from reinforcement.tasks import TASKS, Task
 from run.init_from import require_same_network
@@ -45,15 +45,22 @@ def open_task(config: Config) -> tuple[Build, Text, Task]:
             f"--batch.tokens_per_step={config.batch.tokens_per_step} cannot work: a step's {answers_of_step(config)} "
             f"answers need {rows} rows, which is {rows * length}"
         )
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    require_chat_tokens(tokenizer)
-    task = TASKS[options.task](options, config.seed, config.eval.bundle)
-    longest = max(len(prompt_of(tokenizer, task.problem(number, False))) for number in range(TRIED))
-    if longest >= options.tokens:
-        raise UserError(f"reinforce.tokens={options.tokens} leaves no room: a question has {longest} tokens")
+    starts_from = begins_from_another(config)
+
+    def opened() -> tuple[TextTokenizer, Task]:
+        if starts_from:
+            require_same_network(config)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        require_chat_tokens(tokenizer)
+        task = TASKS[options.task](options, config.seed, config.eval.bundle)
+        longest = max(len(prompt_of(tokenizer, task.problem(number, False))) for number in range(TRIED))
+        if longest >= options.tokens:
+            raise UserError(f"reinforce.tokens={options.tokens} leaves no room: a question has {longest} tokens")
+        return tokenizer, task
+
+    tokenizer, task = on_every_process("their task", opened)
     built = build(config)
-    if begins_from_another(config):
-        require_same_network(config)
+    if starts_from:
         LOGGER.info(f"starting from the network in {config.init_from}")
     facts = [asdict(options), config.seed, task.problem(0, False), task.problem(0, True)]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

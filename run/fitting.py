@@ -9,19 +9,25 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import jax
 
-from configs.files import in_bucket
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from hosts.distributed import max_over_processes, on_first_process
-from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory
+from hosts.machines import (
+    GIB,
+    HEADROOM,
+    VECTOR_MEMORY,
+    device_limit,
+    exceeds_vector_memory,
+    is_lack_of_memory,
+)
 from hosts.runtime import StartAgain
-from run.record import Events, Times, upload
+from run.record import Events, Times, local_path, storage_path, upload
 from run.start import describe
 from training.build import SMALLER, Build, build, interpolate, program_bytes, row_counts, stored_bytes
 from training.step import TrainStep
@@ -62,7 +68,7 @@ def refuse_what_does_not_fit() -> Iterator[None]:
         first_line = str(error).splitlines()[0]
         if exceeds_vector_memory(str(error)):
             raise UserError(f"{VECTOR_MEMORY}\n{first_line}") from error
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_lack_of_memory(str(error)):
             raise UserError(f"{too_large()}\n{first_line}") from error
         raise
 
@@ -82,6 +88,7 @@ class Fitting:
         text = json.dumps([devices[0].device_kind, len(devices), sizes])
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices and sizes that a choice is for."""
+        on_first_process(self._record_notes)
         self.earlier_rows: int = on_first_process(self._read)
         """The rows that an earlier start chose; 0 if there is none."""
 
@@ -139,7 +146,7 @@ class Fitting:
         try:
             steps = compile_train_steps(built, times)
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or exceeds_vector_memory(str(error)):
+            if not is_lack_of_memory(str(error)) or exceeds_vector_memory(str(error)):
                 raise
             steps = None
         step = max(map(program_bytes, steps)) if steps else 1.2 * self.limit
@@ -150,22 +157,24 @@ class Fitting:
         """If the devices run out of memory inside, choose half the rows for the next start, and raise StartAgain. With
         rows that are given, or with one row, add a note to the error: the run ends with code 1.
 
-        In a bucket only the first process can record the choice. If another one alone runs out, the next start takes
-        the same rows; the run then needs `--batch.rows_per_device=N`."""
+        Only the first process writes events. Another one, which may have run out alone, leaves a note in the run's
+        folder, which the next start records."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             config = built.config
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not is_lack_of_memory(str(error)):
                 raise
             if not self.auto or config.batch.rows == 1:
                 error.add_note(too_large())
                 raise
             rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
-            if jax.process_index() == 0 or not in_bucket(config.run_dir):  # alone: the others may not have run out
-                Events(config.run_dir).add("out_of_memory", 0, rows_per_device=rows)
-                self._record(0, rows)
+            if jax.process_index() == 0:
+                self._record_lack_of_memory(self.key, rows)
                 upload(config.run_dir)
+            else:
+                note = storage_path(config.run_dir) / f"out_of_memory-{jax.process_index()}.json"
+                note.write_text(json.dumps([self.key, rows]))
             raise StartAgain(f"out of memory: --{ROWS}={rows} from here on") from error
 
     def _read(self) -> int:
@@ -176,6 +185,18 @@ class Fitting:
 
     def _record(self, step: int, rows: int) -> None:
         Events(self.asked.run_dir).add("fitted", step, key=self.key, rows_per_device=rows)
+
+    def _record_lack_of_memory(self, key: str, rows: int) -> None:
+        events = Events(self.asked.run_dir)
+        events.add("out_of_memory", 0, rows_per_device=rows)
+        events.add("fitted", 0, key=key, rows_per_device=rows)
+
+    def _record_notes(self) -> None:
+        """Record what other processes noted when they ran out of memory in the last start, and delete their notes."""
+        for note in sorted(local_path(self.asked.run_dir).glob("out_of_memory-*.json")):
+            with suppress(ValueError):  # the process was killed while it wrote
+                self._record_lack_of_memory(*json.loads(note.read_text()))
+            note.unlink()
 
 
 def too_large() -> str:

@@ -1,7 +1,6 @@
 """The log of a run's steps: their time, the lines of metrics.jsonl, the progress bar, and reports to the user."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +18,13 @@ from configs.messages import LOGGER
 from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
+from hosts.clock import running_seconds
+from hosts.distributed import on_every_process
 from hosts.machines import peak_flops
 from hosts.runtime import TrainingAborted
-from hosts.stop import Watchdog, end_as_hung
+from hosts.stop import Watchdog, end_as_hung, time_limit
 from model.gpt import flops_per_token, parameter_shapes
-from run.ending import tell
+from run.ending import COMMAND_SECONDS, tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
 from run.start import ResumePoint
@@ -37,11 +38,12 @@ SPIKE = 1.5  # times their median that a loss must exceed to be reported
 
 
 class Clock:
-    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
+    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling, and without the
+    time in which the system stopped the process."""
 
     def __init__(self, seconds: float, tokens: int):
         """Take the seconds and tokens of the starts before."""
-        self.before, self.origin = seconds, time.perf_counter()
+        self.before, self.origin = seconds, running_seconds()
         self.last = (seconds, tokens)
         self.stalled = 0.0
         """Seconds since the last reading in which the devices waited for a batch."""
@@ -52,19 +54,19 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Return the seconds so far."""
-        return self.before + time.perf_counter() - self.origin
+        return self.before + running_seconds() - self.origin
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch. Count the seconds of waiting for it in which the devices were idle."""
-        asked = time.monotonic()
+        asked = running_seconds()
         batch = next(batches)
         if self.devices_done and self.devices_done.done():
-            self.stalled += time.monotonic() - max(asked, self.devices_done.result())
+            self.stalled += running_seconds() - max(asked, self.devices_done.result())
         return batch
 
     def dispatched(self, metrics: Any) -> None:
         """Note the newest step's metrics, which are ready once the devices have completed it."""
-        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
+        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), running_seconds())[1])
 
     def rates(self, tokens: int) -> tuple[float, float]:
         """Return the tokens per second since the last reading, at which the run had fewer than `tokens` tokens, and the
@@ -76,9 +78,9 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside."""
-        start = time.perf_counter()
+        start = running_seconds()
         yield
-        self.origin += time.perf_counter() - start
+        self.origin += running_seconds() - start
 
     def close(self) -> None:
         """End the thread, without a wait for the devices."""
@@ -108,8 +110,12 @@ class MetricsLog:
         self.clock = Clock(resume_point.seconds, resume_point.tokens)
         self.watchdog = Watchdog(config.hang, self._end_as_hung)
         wandb = partial(Wandb, config) if config.log.wandb else None
-        self.writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
-        lines = [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
+
+        def opened() -> tuple[MetricsWriter, list[dict]]:
+            writer = MetricsWriter(config.run_dir, resume_point.step, wandb, options(config))
+            return writer, [line for line in read_metrics(config.run_dir) if line["step"] <= resume_point.step]
+
+        self.writer, lines = on_every_process("its metrics", opened)
         evaluated = [line for line in lines if line.get(self.SCORE) is not None]
         self.scores = {line["step"]: self.SIGN * line[self.SCORE] for line in evaluated}
         """The score of each evaluated step, by the lines that are on this machine: the lowest is best."""
@@ -238,7 +244,8 @@ class MetricsLog:
 
     def _end_as_hung(self, reason: str) -> None:
         """End this process, from the watchdog's thread."""
-        tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
+        with time_limit(2 * COMMAND_SECONDS, reason):  # the run's disk may hang, too
+            tell(self.config, "failure", f"a hang: {reason}", self.watchdog.dispatched)
         end_as_hung(reason)
 
 

@@ -34,7 +34,7 @@ from configs.schema import UserError
 
 
 class Events:
-    """The events of one run. Only the first process may write, but for a lack of memory (run/fitting.py)."""
+    """The events of one run. Only the first process may write."""
 
     def __init__(self, run_dir: str | Path):
         self.path = local_path(run_dir) / "events.jsonl"
@@ -48,22 +48,27 @@ class Events:
         append_whole(self.path, line)
 
     def read(self) -> list[dict]:
-        """Return all events, except a half line at the end. Raise UserError for any other line that cannot be read."""
+        """Return all events, except a half line at the end. Skip and report any other line that cannot be read: a
+        checkpoint has itself the position in the data at which the run continues."""
         events = []
         for number, line in enumerate(self._whole_lines().splitlines(), 1):
             try:
-                events.append(json.loads(line))
-                _ = events[-1]["event"], int(events[-1]["step"])
-            except (ValueError, TypeError, LookupError) as error:
-                raise UserError(
-                    f"{self.path}: line {number} is damaged, and may say at which batch the run continues; restore the "
-                    "file, or delete that line if the batch's size never changed"
-                ) from error
+                event = json.loads(line)
+                _ = event["event"], event["step"] + 0
+                events.append(event)
+            except (ValueError, TypeError, LookupError):
+                _report_once(f"{self.path}: line {number} is damaged, and skipped")
         return events
 
     def _whole_lines(self) -> bytes:
         text = self.path.read_bytes() if self.path.exists() else b""
         return text[: text.rfind(b"\n") + 1]
+
+
+@cache
+def _report_once(message: str) -> None:
+    """Print a message once in this process: a start reads its record several times."""
+    print(message, file=sys.stderr)
 
 
 def saved_up_to(events: list[dict]) -> int:
@@ -94,7 +99,7 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
             lines.append(line)
         except (ValueError, TypeError, LookupError):
             if number < len(texts):
-                print(f"{path}: line {number} is damaged, and skipped", file=sys.stderr)
+                _report_once(f"{path}: line {number} is damaged, and skipped")
     return lines
 
 

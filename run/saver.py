@@ -173,16 +173,25 @@ class Saver(Checkpoints):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the last save is written, except after an error that other processes may not have. Complete the
-        deletions of an earlier start that was killed."""
-        if kind in (None, TrainingAborted) or jax.process_count() == 1:
-            self.wait()
-            old = on_first_process(lambda: self._old(self.steps))
-            self.steps = [step for step in self.steps if step not in old]
-            if jax.process_index() == 0:
-                delete(self.folder, old)
+        """Wait until the last save is written, except after an error that other processes may not have. An error of
+        this wait does not replace the one before it."""
+        if kind is None:
+            self._finish()
+        elif kind is TrainingAborted or jax.process_count() == 1:
+            try:
+                self._finish()
+            except Exception as error:
+                LOGGER.warning(f"the last save was not finished: {first_line(error)}")
         if kind is TrainingAborted:
             LOGGER.error(f"the newest checkpoint is of step {self.newest}" if self.steps else "no checkpoint was saved")
+
+    def _finish(self) -> None:
+        """Wait until the last save is written. Complete the deletions of an earlier start that was killed."""
+        self.wait()
+        old = on_first_process(lambda: self._old(self.steps))
+        self.steps = [step for step in self.steps if step not in old]
+        if jax.process_index() == 0:
+            delete(self.folder, old)
 
     def _clear(self) -> None:
         """Delete what a kill or a failure left half written or half deleted. On a disk, move aside an incomplete folder

@@ -16,7 +16,7 @@ from configs.validation import validate
 from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
 from evaluation.evaluator import encode_prompts
-from hosts.distributed import check_hosts_agree, on_first_process
+from hosts.distributed import check_hosts_agree, on_every_process, on_first_process
 from hosts.preflight import require_room
 from hosts.runtime import code_digest, describe_processes, versions
 from hosts.stop import io_limit
@@ -56,8 +56,8 @@ class ResumePoint(NamedTuple):
 def check_processes(config: Config, arguments: Any) -> None:
     """Log the run's processes and devices. Raise UserError if the processes have different options, the command's own
     (`arguments`, a dataclass) included."""
-    LOGGER.info(describe_processes(make_mesh(config.mesh)))
     check_hosts_agree("their options", json.dumps([asdict(config), asdict(arguments)]))
+    LOGGER.info(describe_processes(make_mesh(config.mesh)))
 
 
 def build_and_open_text(config: Config) -> tuple[Build, Text]:
@@ -66,12 +66,21 @@ def build_and_open_text(config: Config) -> tuple[Build, Text]:
     built = build(config)
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     starts_from = begins_from_another(config)
-    if starts_from:  # before text is prepared, which can take hours
-        require_same_network(config)
-        if config.init_optimizer:
-            require_moments(config)
-    no_new_tokenizer = why_no_new_tokenizer(config) if starts_from else ""
-    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_new_tokenizer)
+
+    def opened() -> Text:
+        if starts_from:  # before text is prepared, which can take hours
+            require_same_network(config)
+            if config.init_optimizer:
+                require_moments(config)
+        no_new_tokenizer = why_no_new_tokenizer(config) if starts_from else ""
+        size = config.model.vocab_size
+        text = open_text(config.data, size, length, micro_batches * rows, cache_dir(), no_new_tokenizer)
+        encode_prompts(text.tokenizer, config.eval.prompts, length)  # a mistake, before any compute
+        if starts_from:
+            require_same_vocabulary(config, text.tokenizer)
+        return text
+
+    text = on_every_process("their text", opened)
     check_hosts_agree("their text", text.fingerprint)
     if not config.steps:
         config = replace(config, steps=text.steps(config.epochs, micro_batches * rows))
@@ -83,9 +92,7 @@ def build_and_open_text(config: Config) -> tuple[Build, Text]:
     if text.tokenizer.vocab_size < config.model.vocab_size:
         known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
         LOGGER.info(f"the text's tokenizer has {known}: the others are never seen")
-    encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)  # a mistake, before any compute
     if starts_from:
-        require_same_vocabulary(config, text.tokenizer)
         LOGGER.info(f"starting from the network in {config.init_from}")
     return built, text
 
@@ -179,9 +186,12 @@ def record_start(built: Build, text: Text, changes: list[str], resume_point: Res
     config = built.config
     facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
     point = resume_point.step, resume_point.tokens
-    on_first_process(partial(write_start_record, config, text.fingerprint, changes, *point, **facts))
-    if jax.process_index() == 0:
+
+    def write() -> None:
+        write_start_record(config, text.fingerprint, changes, *point, **facts)
         text.tokenizer.save(local_path(config.run_dir) / "tokenizer")
+
+    on_first_process(write)
 
 
 def describe(built: Build) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.command_line import Exit
 from run.record import read_metrics
 from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
-from tests.hosts.processes import finish, start
+from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.test_train import CONFIG, PREEMPTED, ROOT, run, write_folder
 
 OPTIONS = (
@@ -24,6 +25,41 @@ RUN = "gs://bucket/runs/pod"
 
 def of_steps(run_dir: Path) -> list[dict]:
     return [line for line in read_metrics(run_dir) if "loss" in line]
+
+
+@pytest.mark.medium
+def test_a_text_that_one_host_cannot_read_ends_both_with_one_code(tmp_path):
+    """Otherwise loop.sh would end on one host, and start the other again."""
+    hosts = [tmp_path / "with text", tmp_path / "without"]
+    for host in hosts:
+        host.mkdir()
+        write_folder(host)
+    shutil.rmtree(hosts[1] / "text")
+    command = [ROOT / "train.py", "--config=tiny.py", f"--run_dir={tmp_path}/run"]
+    for said in finish(start(command, command, folders=hosts), Exit.MISTAKE):
+        assert "error: process 1: text: nothing found there" in said
+
+
+@pytest.mark.medium
+def test_what_one_host_cannot_read_ends_the_others_before_the_first_step(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(write_folder(tmp_path))
+    bundle = make_bundle(tmp_path / "bundle")
+    options = ("--config=tiny.py", "--steps=4", "--eval.prompts=", "--eval.tasks=core", f"--eval.bundle={bundle}")
+    plain = ("--config=tiny.py", "--steps=4", "--run_dir=complete")
+    assert run("train", monkeypatch, *plain, devices=1) == Exit.COMPLETE
+    commands = [
+        ("train", (*options, "--run_dir=new"), ["their text", "the held-out rows", "its bundle", "its benchmark"]),
+        ("train", (*options, "--run_dir=new", "--eval.tasks="), ["its metrics"]),
+        ("evaluate", ("--run_dir=complete",), ["its runs", "the run complete", "the run's text"]),
+        ("evaluate", ("--run_dir=complete", "--source=text"), ["their text", "a tokenizer"]),
+        ("evaluate", ("--run_dir=complete", "--tasks=core", f"--bundle={bundle}"), ["its bundle", "its benchmark"]),
+    ]
+    for command, words, places in commands:
+        for where in places:
+            with monkeypatch.context() as patch:
+                fail_elsewhere(patch, where)
+                assert run(command, patch, *words, devices=1) == Exit.MISTAKE, where
+            assert capfd.readouterr().err.endswith("error: process 1: it is not there\n"), where
 
 
 @pytest.mark.slow

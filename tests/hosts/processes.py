@@ -1,10 +1,12 @@
-"""Start several processes of one run on this machine, each a Python command."""
+"""Start several processes of one run on this machine, each a Python command, or let this one be one of two."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from jax._src import distributed
 
 from tests.ports import free_ports
 
@@ -48,3 +50,14 @@ def finish(processes: Sequence[subprocess.Popen], *codes: int) -> list[str]:
     expected = list(codes) * (len(processes) if len(codes) == 1 else 1)
     assert [process.returncode for process in processes] == expected, "\n---\n".join(outputs)
     return outputs
+
+
+def fail_elsewhere(monkeypatch, where: str) -> None:
+    """Let this process be one of two. The other one, which does all as this one does, fails in the exchange `where`."""
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+
+    def exchange(what: str, value: str, channel: str = "") -> list[str]:
+        return [value, "0 it is not there" if what == where else value]
+
+    monkeypatch.setattr("hosts.distributed.exchange", exchange)
+    monkeypatch.setattr("hosts.preflight.exchange", exchange)

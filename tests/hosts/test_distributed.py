@@ -130,10 +130,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 import hosts.distributed
 hosts.distributed.HEARTBEAT_SECONDS = 10
 import jax
+from configs.schema import HangConfig
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 def main():
-    with Stop() as stop:
+    with Stop(HangConfig()) as stop:
         start_jax()
         print("joined", flush=True)
         act, second = sys.argv[1], jax.process_index() == 1
@@ -230,6 +231,39 @@ def test_processes_find_each_other_in_slurm_s_environment_past_a_proxy_that_does
     command = ["-c", PROCESS, "complete"]
     for text in finish(start(command, command, variables=srun), 0):
         assert "['0 2', '1 2'] 2" in text
+
+
+ONE_FAILS = """
+import errno, jax
+from configs.schema import UserError
+from hosts.distributed import on_every_process
+from hosts.runtime import explained, run_command, start_jax
+def main():
+    start_jax()
+    def fail(failures):
+        for process, error in failures:
+            if process == jax.process_index():
+                raise error
+    mistake, stale, defect = UserError("do this"), OSError(errno.ESTALE, "stale"), ZeroDivisionError("a defect")
+    for failures in [(1, mistake)], [(1, stale)], [(1, defect)], [(0, defect), (1, mistake)], []:
+        try:
+            on_every_process("a test", lambda: fail(failures))
+            print("all is well")
+        except Exception as error:
+            message, code = explained(error)
+            print(int(code), message.splitlines()[-1])
+    return 0
+run_command(main)
+"""
+
+
+@pytest.mark.medium
+def test_what_fails_on_one_process_fails_on_all_with_one_code():
+    of_one = "2 error: process 1: do this\n42 error: process 1: OSError: [Errno 116] stale; start all again\n"
+    rest = "2 error: process 1: do this\nall is well\n"
+    first, second = finish(start(["-c", ONE_FAILS], ["-c", ONE_FAILS]), 0)
+    assert first.endswith(f"{of_one}1 error: process 1: ZeroDivisionError: a defect\n{rest}")
+    assert second.endswith(f"{of_one}1 ZeroDivisionError: a defect\n{rest}")  # its own, with its traceback
 
 
 @pytest.mark.medium

@@ -18,6 +18,7 @@ from configs.schema import UserError
 from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
     report_unless_loop_is_closed,
+    require_known_flags,
     require_platform,
     run_command,
 )
@@ -93,6 +94,27 @@ def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, co
         assert subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode == code
 
 
+BLOCKED_THREADS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import hosts.runtime
+hosts.runtime.EXIT_SECONDS = 1
+def main():
+    for_ever = threading.Event().wait  # as a read from a disk that hangs
+    threading.Thread(target=for_ever).start()
+    ThreadPoolExecutor(1).submit(for_ever)
+    print("saved")
+    return 143
+hosts.runtime.run_command(main)
+"""
+
+
+def test_threads_that_wait_for_a_disk_keep_no_command_that_has_ended():
+    command = [sys.executable, "-c", BLOCKED_THREADS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (143, "saved\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("encoding", "closed", "out", "err", "module", "start"),
     [
@@ -133,6 +155,19 @@ def test_an_accelerator_that_is_not_here_or_not_used_is_a_mistake(platforms, fil
     monkeypatch.setattr("jax.default_backend", Mock(side_effect=backend))
     with pytest.raises(raised, match=says) if raised else nullcontext():
         require_platform()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--xla_backend_optimization_level=0", ""),
+        ("--xla_nothing=1 --xla_force_host_platform_device_count=2", "Unknown flag in XLA_FLAGS: --xla_nothing=1;"),
+        ("--xla_backend_optimization_level=high", "Couldn't interpret value high for flag xla_backend_optimization"),
+    ],
+)
+def test_flags_that_xla_does_not_know_are_a_mistake(flags, says):
+    with pytest.raises(UserError, match=f"XLA_FLAGS={flags}: {says}") if says else nullcontext():
+        require_known_flags(flags)
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])

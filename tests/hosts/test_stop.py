@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +29,7 @@ def not_under_nohup():
 @pytest.mark.parametrize(("sign", "code"), SIGNALS)
 def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
     before = [signal.getsignal(number) for number, _ in SIGNALS]
-    with Stop() as stop:
+    with Stop(HangConfig()) as stop:
         with stop.deferred_signals():
             assert not stop.agreed()
             os.kill(os.getpid(), sign)
@@ -40,7 +40,7 @@ def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
 
 def test_a_closed_terminal_changes_nothing_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Stop() as stop:
+    with Stop(HangConfig()) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
     assert stop.code is None
 
@@ -48,7 +48,7 @@ def test_a_closed_terminal_changes_nothing_under_nohup():
 @pytest.mark.parametrize(("sign", "code"), SIGNALS)
 def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_exception(sign, code):
     def main():
-        with Stop() as stop:
+        with Stop(HangConfig()) as stop:
             with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
                 os.kill(os.getpid(), sign)
             with stop.deferred_signals():
@@ -62,7 +62,7 @@ class Watched:
 
     def __init__(self, monkeypatch, **options):
         self.time, self.reasons = 0.0, []
-        monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: self.time))
+        monkeypatch.setattr("hosts.stop.running_seconds", lambda: self.time)
         self.dog = Watchdog(HangConfig(**options), self.reasons.append)
 
     def take(self, steps: int, seconds: float) -> None:
@@ -100,14 +100,29 @@ def test_an_evaluation_is_no_hang(monkeypatch):
     assert not watched.times_out_after(49) and watched.times_out_after(51)
 
 
+IMPORTS = """
+import hashlib, os, signal, threading, time
+from contextlib import contextmanager, suppress
+from configs.schema import HangConfig, UserError
+from hosts.stop import *
+"""
 INTERRUPTED_TWICE = """
-with Stop() as stop, stop.deferred_signals():
+with Stop(HangConfig()) as stop, stop.deferred_signals():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
+SECOND_START = """
+stop = Stop(HangConfig())
+stop.__enter__()
+with suppress(MemoryError), stop.one_start(), stop.deferred_signals():
+    raise MemoryError
+with stop.one_start():
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
 COMPILING = """
-with Stop():
+with Stop(HangConfig()):
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes outside Python, as a compilation
 """
@@ -125,12 +140,59 @@ with Watchdog(HangConfig(seconds=1)) as dog:
     [
         (INTERRUPTED_TWICE, 130, ["steps after the newest checkpoint are lost"]),
         (COMPILING, 143, ["SIGTERM: ended before the first step"]),
+        (SECOND_START, 143, ["SIGTERM: ended before the first step"]),
         (HANG, 42, ["no step after 1 has ended", "something_that_never_answers"]),  # in a thread's stack
     ],
 )
 def test_a_second_ctrl_c_a_signal_before_training_and_a_hang_end_the_process(script, code, says):
-    imports = (
-        "import hashlib, os, signal, threading, time\nfrom configs.schema import HangConfig\nfrom hosts.stop import *\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", imports + script], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", IMPORTS + script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == code and all(text in ended.stderr for text in says)
+
+
+LEAVING = """
+@contextmanager
+def on_a_disk_that_hangs():
+    try:
+        yield
+    finally:
+        threading.Event().wait()  # a thread that saves
+with Stop(HangConfig(io_seconds=1)) as stop:
+    with {outer}, stop.one_start(), {inner}:
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "end", "says"),
+    [
+        ("suppress()", "on_a_disk_that_hangs(), stop.deferred_signals()", "1 / 0", "ZeroDivisionError: division by"),
+        ("on_a_disk_that_hangs()", "suppress()", "raise UserError('do this')", "error: do this\n"),
+        ("on_a_disk_that_hangs()", "stop.deferred_signals()", "pass", ""),
+    ],
+)
+def test_a_process_whose_disk_hangs_leaves_in_a_limited_time_with_its_error(outer, inner, end, says):
+    script = IMPORTS + LEAVING.format(outer=outer, inner=inner, end=end)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 42, ended.stderr
+    assert says in ended.stderr and "the end of this process takes longer than 1 s (hang.io_seconds" in ended.stderr
+    assert "on_a_disk_that_hangs" in ended.stderr  # in the main thread's stack
+
+
+STOPPED = """
+with Watchdog(HangConfig(seconds=5)) as dog, time_limit(5, "the work takes longer than 5 s"):
+    dog.dispatch(1), dog.finish(1), dog.dispatch(2)
+    print("began", flush=True)
+    time.sleep(2)
+    dog.finish(2)
+"""
+
+
+def test_a_process_that_was_stopped_and_continued_is_not_hung():
+    command = [sys.executable, "-c", IMPORTS + STOPPED]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "began\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said

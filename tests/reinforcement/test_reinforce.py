@@ -12,10 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import reinforce
 import train
+from configs.command_line import Exit
 from data.tokenizer import load_tokenizer
 from reinforcement.tasks import Sums
 from run.record import read_metrics
-from tests.hosts.processes import finish, start
+from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.run.test_continuing import CONFIG
 from tests.test_train import (
     COMMANDS,
@@ -71,6 +72,13 @@ def again(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Sums, "reward", length_is_even)
     return lambda *words, devices=1: run("reinforce", monkeypatch, *WORDS, *words, devices=devices)
+
+
+@pytest.mark.medium
+def test_a_task_that_another_host_cannot_read_ends_this_one(again, monkeypatch, capfd):
+    fail_elsewhere(monkeypatch, "their task")
+    assert again("--run_dir=new") == Exit.MISTAKE
+    assert capfd.readouterr().err.endswith("error: process 1: it is not there\n")
 
 
 @pytest.mark.medium

@@ -1,9 +1,12 @@
 """`batch.rows_per_device=auto` with ever less memory: what is chosen, said and kept."""
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
@@ -137,10 +140,49 @@ def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(aske
     limit(monkeypatch, 4200)
     Path(asked.run_dir).mkdir()
     fitting, built = Fitting(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
-    monkeypatch.setattr(jax, "process_index", lambda: 3)
-    with pytest.raises(StartAgain, match="rows_per_device=16"), fitting.fewer_rows_if_out_of_memory(built):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-    assert fitted(asked.run_dir) == [16] and Fitting(asked).earlier_rows == 16
+    for process in (3, 5):
+        with monkeypatch.context() as patch, pytest.raises(StartAgain, match="rows_per_device=16"):
+            patch.setattr(jax, "process_index", lambda process=process: process)
+            with fitting.fewer_rows_if_out_of_memory(built):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+    assert not Path(asked.run_dir, "events.jsonl").exists()  # which only the first process writes
+    Path(asked.run_dir, "out_of_memory-6.json").write_text("[")  # killed in between
+    assert Fitting(asked).earlier_rows == 16
+    assert [event["event"] for event in Events(asked.run_dir).read()] == ["out_of_memory", "fitted"] * 2
+    assert fitted(asked.run_dir) == [16, 16] and [*Path(asked.run_dir).iterdir()] == [Events(asked.run_dir).path]
+
+
+@pytest.mark.parametrize(
+    "refusal", ["Received message larger than max (4563651 vs. 4194304)", "Too many pings (grpc_status:8)"]
+)
+def test_what_grpc_refuses_is_no_lack_of_memory(asked, monkeypatch, refusal):
+    compiling(monkeypatch, lambda rows: 800 + 100 * rows)
+    limit(monkeypatch, 4200)
+    fitting, built = Fitting(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error,
+        fitting.fewer_rows_if_out_of_memory(built),
+    ):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {refusal}")
+    assert not hasattr(error.value, "__notes__") and Fitting(asked).earlier_rows == 0
+
+
+def test_the_arrays_of_a_start_that_ran_out_of_memory_are_gone_before_the_next(folder, monkeypatch, capfd):
+    arrays, found = [], []
+
+    def start(*_):
+        found.extend(array() for array in arrays)
+        if arrays:
+            return Exit.COMPLETE
+        of_set_up = SimpleNamespace(array=jax.numpy.ones(3))
+        of_set_up.itself = of_set_up  # only garbage collection deletes a cycle
+        arrays.append(weakref.ref(of_set_up.array))
+        gc.freeze()
+        raise StartAgain("out of memory")
+
+    monkeypatch.setitem(COMMANDS, "train", lambda: main(run=start))
+    assert train(monkeypatch, capfd, "again")[0] == Exit.COMPLETE and found == [None]
+    gc.freeze()
 
 
 @pytest.fixture

@@ -43,14 +43,16 @@ def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
     assert [event["event"] for event in events.read()] == ["start", "saved", "stop"]
 
 
-def test_a_damaged_line_is_refused_since_it_may_hold_the_data_s_position(tmp_path):
+@pytest.mark.parametrize("line", [b"\x00\x00", b'{"event": "sav{"event": "saved"}', b'{"event": "saved", "step": "x"}'])
+def test_a_damaged_line_is_reported_and_skipped(tmp_path, capsys, line):
     events = Events(tmp_path)
     events.add("start", 0)
     with events.path.open("ab") as file:
-        file.write(b"\x00\x00\n")
+        file.write(line + b"\n")
     events.add("saved", 10)
-    with pytest.raises(UserError, match=r"events\.jsonl: line 2 is damaged"):
-        events.read()
+    for _ in range(2):
+        assert [(event["event"], event["step"]) for event in events.read()] == [("start", 0), ("saved", 10)]
+    assert capsys.readouterr().err == f"{events.path}: line 2 is damaged, and skipped\n"
 
 
 def event(name, step, **facts):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs.files import StorageLost
 from configs.schema import CheckpointConfig
 from hosts.runtime import TrainingAborted
 from run import saver
@@ -90,6 +91,18 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
     checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10))
     train(checkpoints)
     assert checkpoints.steps == [40]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), TrainingAborted("ten steps were skipped")])
+def test_a_last_save_that_fails_does_not_replace_the_error_that_ends_the_run(tmp_path, monkeypatch, pauses, error):
+    monkeypatch.setattr(FakeSaving, "failing", {40})
+    monkeypatch.setattr(FakeSaving, "may_pass", True)
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", -1)  # over at the first failure
+    with pytest.raises(type(error), match=str(error)), Saver(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(40, STATE, FACTS)
+        raise error
+    with pytest.raises(StorageLost), Saver(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(40, STATE, FACTS)
 
 
 def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
