@@ -18,6 +18,7 @@ from configs.schema import UserError
 T = TypeVar("T")
 
 RETRY_SECONDS = 300  # retries of a failing disk or store last this long
+FEWEST_ATTEMPTS = 3  # and are at least this many: one attempt may take longer than that to fail
 LONGEST_PAUSE = 30  # seconds between attempts
 # Errors of file systems that persist until somebody changes something, by number and, if they have none, by kind.
 LASTING = {
@@ -44,6 +45,26 @@ def cache_dir() -> Path:
 def in_bucket(folder: Any) -> bool:
     """Return whether a folder is in a bucket."""
     return str(folder).startswith("gs://")
+
+
+def is_there(path: Any) -> bool:
+    """Return whether a file or folder exists, on a disk or in a bucket. Raise OSError if the disk does not answer.
+    `exists` may return False then, and what follows would delete, repeat or overwrite what is there."""
+    if in_bucket(path):
+        return path.exists()
+    try:
+        os.stat(path)  # epath's stat fails if the owner or group has no name on this machine (google/etils#790)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def read_if_there(path: Path) -> bytes:
+    """Return a file's content, empty without a file. Raise OSError if the disk does not answer."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
@@ -130,10 +151,9 @@ def _is_transient(error: BaseException) -> bool:
 
 def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
-    RETRY_SECONDS and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
+    RETRY_SECONDS and at least FEWEST_ATTEMPTS attempts; then raise StorageLost. Raise other exceptions at once."""
     again = tenacity.Retrying(
-        # A read may take longer than that to fail, and deserves a retry.
-        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(3)),
+        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(FEWEST_ATTEMPTS)),
         wait=tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
         retry=tenacity.retry_if_exception(is_transient),
         before_sleep=partial(_say, what),

@@ -73,7 +73,7 @@ class Shard:
     def __init__(self, path: Path):
         """Raise UserError if it is incomplete, or has no sound sidecar."""
         self.path = path
-        self.blocks, size = _from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
+        self.blocks, size = from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
         magic, version, self.tokens = np.frombuffer(self.blocks.header, "<i4").tolist()
         if (magic, version) not in TOKEN_TYPES:
             raise UserError(f"{path} is not a token shard: its header starts with {magic}, {version}")
@@ -109,7 +109,7 @@ class Shard:
                 content += part
             return content
 
-        return _from_disk(self.path, read)
+        return from_disk(self.path, read)
 
     def _changed(self, block: int) -> UserError:
         """Return the error about a block that differs from its record."""
@@ -126,7 +126,7 @@ def _opened(shard: Shard) -> BinaryIO:
     return shard.path.open("rb", buffering=0)
 
 
-def _from_disk(path: Path, read: Callable[[], T]) -> T:
+def from_disk(path: Path, read: Callable[[], T]) -> T:
     """Return the result of `read`, which reads the file. Raise StorageLost if its disk fails for long, and UserError
     for an error that persists."""
     try:

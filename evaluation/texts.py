@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from configs.files import is_there
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
@@ -30,7 +31,7 @@ def read_documents(source: str, most: int, text_column: str, cache: Path) -> tup
     """Return documents with text, and the number of those without, which together are `most` or all. They are always
     the same: files of raw text are taken in the order of a hash of their names, and documents of a dataset are spread
     evenly over its held-out part. Raise UserError if no document has text."""
-    is_dataset = (Path(source).expanduser() / "dataset.json").exists()
+    is_dataset = is_there(Path(source).expanduser() / "dataset.json")
     taken = list(islice(_held_out(source, most, cache) if is_dataset else _of_text(source, text_column), most))
     kept = [document for document in taken if not document.problem]
     skipped = len(taken) - len(kept)

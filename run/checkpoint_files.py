@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from configs.files import described, first_line, in_bucket
+from configs.files import described, first_line, in_bucket, is_there
 from configs.messages import LOGGER
 from hosts.distributed import exchange
 from run.record import storage_path, upload
@@ -31,18 +31,6 @@ FACTS = "facts/metadata"  # a JSON file
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 DELETED = ".deleted"  # suffix of a folder that is being deleted
 T = TypeVar("T")
-
-
-def is_there(path: epath.Path) -> bool:
-    """Return whether a file or folder exists. Raise OSError if the disk does not answer; `exists` would return
-    False."""
-    if in_bucket(path):
-        return path.exists()
-    try:
-        os.stat(path)  # path.stat() fails if the owner or group has no name on this machine (google/etils#790)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def checkpoint_folder(run_dir: str | Path) -> epath.Path:

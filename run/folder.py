@@ -16,7 +16,7 @@ import jax
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.files import in_bucket, with_retries, write_whole
+from configs.files import in_bucket, is_there, is_transient, with_retries, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
@@ -30,6 +30,7 @@ from run.record import (
     fetch_record,
     local_path,
     read_metrics,
+    reading,
     saved_up_to,
     this_process,
 )
@@ -66,7 +67,7 @@ class RunLock:
     def _leave_nothing(self) -> None:
         """Delete what a refused start made, if the run has no step, and so nothing worth keeping."""
         folder, record = self.path.parent, self.path.with_name("config.json")
-        logged = (folder / "metrics.jsonl").exists() or saved_up_to(Events(folder).read())
+        logged = is_there(folder / "metrics.jsonl") or saved_up_to(Events(folder).read())
         if is_of_a_run(record) and not logged and not finished_steps(self.run_dir):
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
@@ -194,7 +195,7 @@ def is_of_a_run(record: Path) -> bool:
 def _finished(folder: Path) -> int:
     try:
         return int(json.loads((folder / "summary.json").read_text())["steps"])
-    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged: it is made again
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # it is made again
         return 0
 
 
@@ -233,20 +234,25 @@ def config_of_run(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
             f"{run_dir} holds a network, not a run; make one of it: python -m interchange.convert --out=runs/NAME "
             f"--source={source}"
         )
-    if not record.is_file():
+    with reading(str(run_dir)):
+        is_run = with_retries(str(run_dir), lambda: is_there(record))
+    if not is_run:
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
     return read_config_json(record)
 
 
 def read_config_json(record: Path) -> tuple[dict[str, Any], Config]:
-    """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read."""
+    """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read, OSError if its
+    disk does not answer."""
     try:
         facts = json.loads(record.read_text())
         config = config_from_json(json.dumps(facts["config"]))
         _ = facts["dataset"], facts["changes"]
         return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
+        if is_transient(error):
+            raise
         raise UserError(
             f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run: restore it"
         ) from error

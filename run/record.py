@@ -29,7 +29,16 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.files import StorageLost, append_whole, first_line, in_bucket, is_transient, permission_hint, with_retries
+from configs.files import (
+    StorageLost,
+    append_whole,
+    first_line,
+    in_bucket,
+    is_transient,
+    permission_hint,
+    read_if_there,
+    with_retries,
+)
 from configs.schema import UserError
 
 
@@ -42,7 +51,8 @@ class Events:
     def add(self, event: str, step: int, **facts: Any) -> None:
         """Append an event, synced to disk, or nothing. First cut off a half line that a kill left. Raise OSError if
         that is impossible."""
-        if self.path.exists() and self.path.stat().st_size > (whole := len(self._whole_lines())):
+        whole = len(self._whole_lines())
+        if whole < len(read_if_there(self.path)):
             os.truncate(self.path, whole)
         line = json.dumps({"event": event, "step": step, **facts, "time": time.time()}) + "\n"
         append_whole(self.path, line)
@@ -62,7 +72,7 @@ class Events:
         return events
 
     def _whole_lines(self) -> bytes:
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = read_if_there(self.path)
         return text[: text.rfind(b"\n") + 1]
 
 
@@ -83,9 +93,9 @@ def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
     """Return the lines of metrics.jsonl, none if there is no such file. Skip and report a damaged line, except an
-    incomplete last one, which a kill may leave."""
+    incomplete last one, which a kill may leave. Raise OSError if the disk does not answer."""
     path = local_path(run_dir) / "metrics.jsonl"
-    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
+    texts = read_if_there(path).removesuffix(b"\n").split(b"\n")
     lines = []
     for number, text in enumerate(texts, 1):
         try:
@@ -143,11 +153,10 @@ def this_process() -> str:
 def other_writer(run_dir: str | Path) -> str:
     """Return who took the lock of the run's folder after this process did, if anybody: some disks lock for each machine
     alone (NFS with local_lock, Lustre with localflock)."""
-    lock = local_path(run_dir) / "lock"
-    if in_bucket(run_dir) or not lock.exists():
+    if in_bucket(run_dir):
         return ""
-    holder = lock.read_text().partition("\n")[0]
-    return "" if holder.startswith(f"{this_process()},") else holder
+    holder = read_if_there(local_path(run_dir) / "lock").decode().partition("\n")[0]
+    return "" if not holder or holder.startswith(f"{this_process()},") else holder
 
 
 @contextmanager

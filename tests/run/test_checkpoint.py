@@ -280,12 +280,13 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     checkpoints = Saver(tmp_path, KEEP_ALL)
     away = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(saver, "unfinished", Mock(side_effect=away))
+    monkeypatch.setattr(saver, "is_there", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert len(checkpoints.failures) == 1 and checkpoints.failures[-1].may_pass
     monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    checkpoints.save(2, state_on(1)[0], FACTS)
     with pytest.raises(StorageLost, match="Input/output error"):
-        checkpoints.save(2, state_on(1)[0], FACTS)
+        checkpoints.save(3, state_on(1)[0], FACTS)
 
 
 def test_a_save_is_not_waited_for(tmp_path, monkeypatch):

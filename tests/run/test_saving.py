@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from configs.files import RETRY_SECONDS, StorageLost
 from configs.schema import CheckpointConfig
 from hosts.runtime import TrainingAborted
 from run import saver
@@ -92,6 +95,25 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
     assert checkpoints.steps == [40]
 
 
+def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypatch, pauses):
+    """A save's own retries may take longer than a run's patience."""
+    now = [0.0]
+    monkeypatch.setattr("run.saver.time", Mock(wraps=time, monotonic=lambda: now[0]))
+    monkeypatch.setattr(FakeSaving, "join", lambda self: now.append(now.pop() + 2 * RETRY_SECONDS))
+    monkeypatch.setattr(FakeSaving, "may_pass", True)
+    monkeypatch.setattr(FakeSaving, "failing", {1, 2})
+    checkpoints = Saver(tmp_path, KEEP_ALL)
+    for step in (1, 2, 3):
+        checkpoints.save(step, STATE, FACTS)
+    checkpoints.wait()
+    assert checkpoints.steps == [3] and not checkpoints.failures
+    FakeSaving.failing |= {4, 5, 6}
+    with pytest.raises(StorageLost, match="the disk is full"):
+        for step in (4, 5, 6, 7):
+            checkpoints.save(step, STATE, FACTS)
+    assert len(checkpoints.failures) == 3
+
+
 def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
     """Some disks let every machine have the lock."""
     with RunLock(tmp_path):
@@ -100,7 +122,23 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
         (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
         with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
             checkpoints.save(20, STATE, FACTS)
-    assert checkpoints.pending.facts["step"] == 10
+    assert checkpoints.steps == [10]
+
+
+@pytest.mark.parametrize("name", ["config.json", "lock", "20.orbax-checkpoint-tmp"])
+def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path, pauses, unanswered, name):
+    facts = FACTS | {"config": {}}
+    with RunLock(tmp_path):
+        checkpoints = Saver(tmp_path, KEEP_ALL)
+        (tmp_path / "config.json").touch()
+        checkpoints.save(10, STATE, facts)
+        unanswered.add(name)
+        checkpoints.save(20, STATE, facts)
+        assert [failure.may_pass for failure in checkpoints.failures] == [True] and checkpoints.steps == [10]
+        unanswered.clear()
+        checkpoints.save(30, STATE, facts)
+        checkpoints.wait()
+    assert checkpoints.steps == [10, 30] and not checkpoints.failures
 
 
 def test_a_run_whose_folder_is_deleted_meanwhile_ends(tmp_path):
