@@ -30,6 +30,7 @@ LASTING_KINDS = (FileNotFoundError, PermissionError, FileExistsError, NotADirect
 PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
+FULL = "the disk is full"
 CLIENTS = ("aiohttp", "google.auth", "httpx")  # libraries whose errors without a status are the network's
 
 
@@ -144,9 +145,14 @@ def _is_transient(error: BaseException) -> bool:
         # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
         return error.errno not in LASTING and (error.errno is not None or type(error) is not OSError)
     if isinstance(error, ValueError):
-        system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
-        return PASSING.match(str(error)) is not None and not (system and int(system[1]) in LASTING)
+        return PASSING.match(str(error)) is not None and _system_error(error) not in LASTING
     return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
+
+
+def _system_error(error: BaseException) -> int | None:
+    """Return the number of the system's error, as OSError and tensorstore store it; None without one."""
+    of_tensorstore = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    return int(of_tensorstore[1]) if of_tensorstore else getattr(error, "errno", None)
 
 
 def with_retries(what: str, function: Callable[[], T]) -> T:
@@ -168,8 +174,10 @@ def with_retries(what: str, function: Callable[[], T]) -> T:
 
 
 def described(error: BaseException) -> str:
-    """Return an error in a line that starts with 1 if it may pass, else with 0."""
-    return f"{int(is_transient(error))} {first_line(error)}"
+    """Return an error in a line that starts with 1 if it may pass, else with 0. A full disk is said to be full, which
+    tensorstore says at the end of a long line."""
+    full = [number for cause in causes(error) if (number := _system_error(cause)) in (errno.ENOSPC, errno.EDQUOT)]
+    return f"{int(is_transient(error))} {f'{FULL} ({os.strerror(full[0])})' if full else first_line(error)}"
 
 
 def _say(what: str, state: tenacity.RetryCallState) -> None:

@@ -34,6 +34,7 @@ from configs.files import (
     append_whole,
     first_line,
     in_bucket,
+    is_there,
     is_transient,
     permission_hint,
     read_if_there,
@@ -233,7 +234,8 @@ def _fetch(source: epath.Path, local: Path) -> None:
     local.mkdir(parents=True, exist_ok=True)
     for folder in (source, source / "tokenizer") if source.exists() else ():
         for path in folder.iterdir() if folder.exists() else ():
-            if not path.is_dir():
+            # gcsfs lists the placeholder of a folder, which Cloud Console makes, as a file in it.
+            if is_there(path) and not path.is_dir():
                 copy = local / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_bytes(path.read_bytes())

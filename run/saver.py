@@ -29,9 +29,11 @@ from run.checkpoint_files import (
     DELETED,
     FACTS,
     HALF_DONE,
+    UNFINISHED,
     Saving,
     checkpoint_folder,
     delete,
+    mark_unfinished,
     unfinished,
 )
 from run.record import Events, local_path, other_writer, reading
@@ -106,6 +108,8 @@ class Saver(Checkpoints):
             if is_there(partial):
                 partial.rmtree()
             (partial / FACTS).parent.mkdir(parents=True)
+            if in_bucket(partial):
+                mark_unfinished(partial)
         except Exception as error:
             return "", described(error)
         return "", ""
@@ -201,13 +205,13 @@ class Saver(Checkpoints):
             LOGGER.error(f"the newest checkpoint is of step {self.newest}" if self.steps else "no checkpoint was saved")
 
     def _clear(self) -> None:
-        """Delete what a kill or a failure left half written or half deleted. On a disk, move aside an incomplete folder
-        with a checkpoint's name. On the first process."""
+        """Delete what a kill or a failure left half written or half deleted. Move aside any other incomplete folder
+        with a checkpoint's name, such as a copy under way. On the first process."""
         if not is_there(self.folder):
             self.folder.mkdir(parents=True)
         for path in self.folder.iterdir() if is_there(self.folder) else ():  # a bucket has no empty folders
             is_incomplete = path.name.isdigit() and not is_there(path / FACTS)
-            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and in_bucket(path)):
+            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and is_there(path / UNFINISHED)):
                 path.rmtree()
             elif is_incomplete:
                 self._move_aside(path)

@@ -9,7 +9,7 @@ from gcsfs.retry import HttpError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 import configs.files
-from configs.files import StorageLost, is_transient, with_retries
+from configs.files import StorageLost, described, is_transient, with_retries
 
 
 def wrapped(error: Exception) -> Exception:
@@ -54,6 +54,20 @@ def answered(**facts: object) -> Exception:
 )
 def test_errors_of_disks_and_stores_are_passing_and_others_permanent(error, may_pass):
     assert is_transient(error) == may_pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        wrapped(ValueError(f"RESOURCE_EXHAUSTED: {'x' * 400}: No space left on device [os_error_code='28']")),
+        ValueError("NOT_FOUND: Error opening driver [os_error_code='122']"),
+    ],
+    ids=["disk", "tensorstore", "quota"],
+)
+def test_a_full_disk_is_called_full(error):
+    assert described(error).startswith("0 the disk is full (")
+    assert described(OSError(errno.EIO, "no answer")) == "1 [Errno 5] no answer"
 
 
 def failing(times: int, error: Exception):

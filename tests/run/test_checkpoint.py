@@ -17,6 +17,7 @@ import pytest
 
 from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
+from hosts.distributed import Damaged, NoCheckpoint
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
@@ -210,10 +211,21 @@ def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_
         assert_equal(restored[0], states[step]._replace(step=step))
         assert step == (4 if messages else 8)
         if messages:
-            assert all("checkpoint 8 cannot be read" in text and "bound method" not in text for text in messages)
+            assert all("checkpoint 8 cannot be read" in text for text in messages)
+            assert all("bound method" not in text and "event loop" not in text for text in messages)
             assert names(folder) == ["4"] and len(list((folder / "bad-checkpoints").iterdir())) == 1
             noticed.add(path.parent.name if path.parent.name == "d" else path.name)
     assert {"d", "metadata"} <= noticed  # the arrays' files and the facts
+
+
+def test_the_file_that_a_checkpoint_lacks_is_named(tmp_path):
+    saved(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "rest")
+    with pytest.raises(Damaged, match=r"does not exist at .*/3/rest"):
+        Checkpoints(tmp_path).restore(3, state_on(1)[1])
+    (tmp_path / "checkpoints" / "3" / "params" / "manifest.ocdbt").unlink()
+    with pytest.raises(NoCheckpoint, match=r"Error opening .*/3/params"):
+        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
 
 def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from configs.schema import CheckpointConfig
 from hosts.runtime import TrainingAborted
 from run import saver
 from run.checkpoint import Checkpoints
+from run.checkpoint_files import explaining
 from run.folder import RunLock
 from run.saver import Saver
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
@@ -157,6 +158,12 @@ def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old
     *_, before, after, event = calls
     assert written <= {*calls} and half_done in before and after == checkpoints and event == f"{tmp_path}/events.jsonl"
     assert names(tmp_path) == ["2"]
+
+
+def test_a_failure_that_follows_from_a_full_disk_does_not_hide_it():
+    missing, full = "0 NOT_FOUND: Error opening driver", "0 the disk is full (No space left on device)"
+    assert explaining(["", missing, full, ""]) == full and explaining(["", missing]) == missing
+    assert explaining(["", ""]) == explaining([]) == ""
 
 
 def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):
