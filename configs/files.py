@@ -5,7 +5,9 @@ import os
 import re
 import ssl
 import sys
+import time
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -157,10 +159,16 @@ def _system_error(error: BaseException) -> int | None:
 
 def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
-    RETRY_SECONDS and at least FEWEST_ATTEMPTS attempts; then raise StorageLost. Raise other exceptions at once."""
+    RETRY_SECONDS and at least FEWEST_ATTEMPTS attempts; then raise StorageLost. Pause for as long as a server asks
+    (Retry-After). Raise other exceptions at once."""
+    growing = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        return growing(state) + _asked_pause(state.outcome.exception() if state.outcome else None)
+
     again = tenacity.Retrying(
         stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(FEWEST_ATTEMPTS)),
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
+        wait=pause,
         retry=tenacity.retry_if_exception(is_transient),
         before_sleep=partial(_say, what),
         reraise=True,
@@ -173,6 +181,17 @@ def with_retries(what: str, function: Callable[[], T]) -> T:
         raise StorageLost(f"{what}: {first_line(error)}") from error
 
 
+def _asked_pause(error: BaseException | None) -> float:
+    """Return the seconds that a server asks to wait before the next request; 0 if it asks for none."""
+    asked = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "0")
+    if asked.isdigit():
+        return int(asked)
+    try:
+        return max(parsedate_to_datetime(asked).timestamp() - time.time(), 0)
+    except ValueError:  # neither seconds nor a date
+        return 0
+
+
 def described(error: BaseException) -> str:
     """Return an error in a line that starts with 1 if it may pass, else with 0. A full disk is said to be full, which
     tensorstore says at the end of a long line."""
@@ -183,7 +202,8 @@ def described(error: BaseException) -> str:
 def _say(what: str, state: tenacity.RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None
-        print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)
+        pause = f" in {state.upcoming_sleep:.0f} s" * (state.upcoming_sleep > LONGEST_PAUSE)
+        print(f"{what}: {first_line(error)}; trying again{pause}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException | None) -> str:
