@@ -62,8 +62,9 @@ def is_there(path: Any) -> bool:
     return True
 
 
-def read_if_there(path: Path) -> bytes:
-    """Return a file's content, empty without a file. Raise OSError if the disk does not answer."""
+def read_if_there(path: Any) -> bytes:
+    """Return a file's content, on a disk or in a bucket; empty without a file. Raise OSError if the disk does not
+    answer."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

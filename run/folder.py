@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import platform
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,11 +27,15 @@ from run.record import (
     Events,
     fetch_locally,
     fetch_record,
+    is_of_this_process,
+    line_of_lock,
     local_path,
+    lock_holder,
+    other_writer,
     read_metrics,
     reading,
     saved_up_to,
-    this_process,
+    storage_path,
 )
 from training.mesh import device_groups
 
@@ -42,7 +45,8 @@ LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS s
 
 class RunLock:
     """The lock of the process that writes to a run's folder, taken inside `with`. The system releases it when the
-    process ends, however. A run in a bucket has none. Every process enters; the first one takes the lock."""
+    process ends, however. A bucket has no locks: there the newest start takes the run over (`take_over`). Every process
+    enters; the first one takes the lock."""
 
     def __init__(self, run_dir: str | Path):
         self.run_dir, self.path = run_dir, local_path(run_dir) / "lock"
@@ -58,6 +62,10 @@ class RunLock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if in_bucket(self.run_dir) and jax.process_index() == 0:
+            with suppress(Exception):  # the store may not answer
+                if is_of_this_process(lock_holder(self.run_dir)):
+                    (storage_path(self.run_dir) / "lock").unlink()
         if self.file:
             with suppress(OSError, UserError):  # the disk may be gone, or the events damaged
                 if kind and issubclass(kind, UserError):
@@ -100,9 +108,22 @@ class RunLock:
                 f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it"
             )
         file.truncate(0)
-        file.write(f"{this_process()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.write(line_of_lock())
         file.flush()
         self.file = file
+
+
+def take_over(run_dir: str) -> None:
+    """Write this process's name into the lock of a run in a bucket, which has no locks. Report whose name it replaces:
+    that process, if it is alive, ends before its next save (`other_writer`). Do nothing on a disk. On the first
+    process."""
+    if not in_bucket(run_dir):
+        return
+    if holder := other_writer(run_dir):
+        LOGGER.warning(
+            f"{run_dir} was being written to by {holder}: if that process is alive, it ends at its next save"
+        )
+    (storage_path(run_dir) / "lock").write_text(line_of_lock())
 
 
 def _holder(file: IO) -> str:

@@ -146,18 +146,27 @@ def local_path(run_dir: str | Path) -> Path:
     return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
 
 
-def this_process() -> str:
-    """Return the name of this process in the lock of a run's folder."""
-    return f"process {os.getpid()} on {platform.node()}"
+def line_of_lock() -> str:
+    """Return the line of this process for the lock of a run's folder."""
+    return f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+
+
+def is_of_this_process(line: str) -> bool:
+    """Return whether a line of a lock is this process's."""
+    return line.startswith(line_of_lock().partition(",")[0] + ",")
+
+
+def lock_holder(run_dir: str | Path) -> str:
+    """Return the line of the process that last took the lock of the run's folder; empty without any."""
+    folder = storage_path(run_dir) if in_bucket(run_dir) else local_path(run_dir)
+    return read_if_there(folder / "lock").decode().partition("\n")[0]
 
 
 def other_writer(run_dir: str | Path) -> str:
-    """Return who took the lock of the run's folder after this process did, if anybody: some disks lock for each machine
-    alone (NFS with local_lock, Lustre with localflock)."""
-    if in_bucket(run_dir):
-        return ""
-    holder = read_if_there(local_path(run_dir) / "lock").decode().partition("\n")[0]
-    return "" if not holder or holder.startswith(f"{this_process()},") else holder
+    """Return who took the lock of the run's folder after this process did, if anybody: a bucket has no locks, and some
+    disks lock for each machine alone (NFS with local_lock, Lustre with localflock)."""
+    holder = lock_holder(run_dir)
+    return "" if is_of_this_process(holder) else holder
 
 
 @contextmanager
@@ -180,8 +189,11 @@ UPLOADING = threading.Lock()
 
 def upload(run_dir: str | Path) -> None:
     """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on a
-    disk. Only the first process may call it. A second thread waits: a save may upload while a failure is recorded."""
+    disk. Only the first process may call it. A second thread waits: a save may upload while a failure is recorded.
+    Raise UserError if another process has taken the run over."""
     if in_bucket(run_dir):
+        if holder := with_retries(str(run_dir), lambda: other_writer(run_dir)):
+            raise UserError(f"{run_dir} is being written to by another process, too ({holder})")
         with UPLOADING:
             with_retries(str(run_dir), lambda: _upload(run_dir))
 
@@ -235,7 +247,7 @@ def _fetch(source: epath.Path, local: Path) -> None:
     for folder in (source, source / "tokenizer") if source.exists() else ():
         for path in folder.iterdir() if folder.exists() else ():
             # gcsfs lists the placeholder of a folder, which Cloud Console makes, as a file in it.
-            if is_there(path) and not path.is_dir():
+            if path.name != "lock" and is_there(path) and not path.is_dir():
                 copy = local / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_bytes(path.read_bytes())

@@ -187,7 +187,8 @@ class Saver(Checkpoints):
 
     def _try_to_clear(self) -> None:
         with suppress(Exception):  # the disk does not answer; the next successful save repeats this
-            self._clear()
+            if not other_writer(self.run_dir):  # whose save may be under way
+                self._clear()
 
     def __enter__(self) -> "Saver":
         return self

@@ -1,6 +1,7 @@
 """Test checkpoints in a bucket (gs:// through Orbax, tensorstore and gcsfs) with a small server of its API."""
 
 import json
+import os
 import re
 import threading
 from dataclasses import replace
@@ -12,9 +13,11 @@ from gcsfs.retry import HttpError
 from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
+from hosts.runtime import TrainingAborted
 from run.checkpoint import Checkpoints, finished_steps
 from run.checkpoint_files import Saving, delete
-from run.record import fetch_locally, local_path
+from run.folder import RunLock, take_over
+from run.record import fetch_locally, local_path, upload
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
@@ -72,6 +75,46 @@ def test_a_folder_that_was_made_in_cloud_console_is_no_file(gcs, messages, folde
     assert [path.name for path in (local / "tokenizer").iterdir()] == ["tokenizer.json"]
     assert Saver(RUN, CheckpointConfig(keep=1)).restore_newest(state_on(1)[1])[1]["step"] == 1
     assert len(messages) == (folder == "checkpoints/2/")  # an empty folder is an incomplete checkpoint
+
+
+THEIRS = "process 7 on another, since then"
+
+
+def test_a_run_that_another_start_takes_over_gives_way_and_changes_nothing_more(gcs):
+    state, prefix = state_on(1)[0], "runs/mine/"
+    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(RUN):
+        take_over(RUN)
+        (local_path(RUN) / "metrics.jsonl").write_text("ours")
+        checkpoints = Saver(RUN, KEEP_ALL)
+        checkpoints.save(1, state, FACTS)
+        checkpoints.wait()
+        checkpoints.save(2, state, FACTS)
+        gcs.put(f"{prefix}lock", f"{THEIRS}\n".encode())  # before this save is complete
+        gcs.put(f"{prefix}metrics.jsonl", b"theirs")
+        gcs.put(f"{prefix}checkpoints/5/unfinished", b"")
+        (local_path(RUN) / "metrics.jsonl").write_text("ours, and more")
+        checkpoints.save(3, state, FACTS)
+    assert checkpoints.steps[:1] == [1] and under(gcs, "checkpoints") >= {"1", "5"}
+    assert "3" not in under(gcs, "checkpoints")
+    assert gcs.objects[f"{prefix}lock"][1].decode() == f"{THEIRS}\n"
+    with pytest.raises(UserError, match="another process, too"):
+        upload(RUN)
+    assert gcs.objects[f"{prefix}metrics.jsonl"][1] == b"theirs"
+
+
+def test_a_start_says_whom_it_replaces_and_a_refused_one_replaces_nobody(gcs, messages):
+    gcs.put("runs/mine/lock", f"{THEIRS}\n".encode())
+    with pytest.raises(UserError, match="other options"), RunLock(RUN):
+        raise UserError("other options")
+    assert gcs.objects["runs/mine/lock"][1].decode() == f"{THEIRS}\n" and not messages
+    with RunLock(RUN):
+        take_over(RUN)
+        assert f"was being written to by {THEIRS}: if that process is alive" in messages[0]
+        assert f"process {os.getpid()} on ".encode() in gcs.objects["runs/mine/lock"][1]
+    assert "runs/mine/lock" not in gcs.objects and len(messages) == 1
+    with RunLock(RUN):
+        take_over(RUN)
+    assert len(messages) == 1
 
 
 def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
