@@ -115,7 +115,7 @@ def open_checkpoints(config: Config, text: Text, resume_step: int | None) -> Sav
     """Delete what a kill left half written, and return the run's complete checkpoints, back at `resume_step`. Raise
     UserError if they have more steps than the run should have."""
     with io_limit(config.hang, "opening the checkpoints"):
-        on_first_process(partial(with_retries, config.run_dir, partial(take_over, config.run_dir)))
+        on_first_process(partial(writing_to, config.run_dir, partial(take_over, config.run_dir)))
         checkpoints = Saver(config.run_dir, config.checkpoint)
         if resume_step is not None:
             go_back_to(resume_step, config, checkpoints)
