@@ -112,8 +112,9 @@ def unanswered(monkeypatch) -> set[str]:
     for name in ("os.stat", "os.listdir", "os.scandir", "io.open"):
         module, _, attribute = name.partition(".")
         monkeypatch.setattr(name, answers_only_others(getattr(sys.modules[module], attribute)))
-    for name in ("exists", "is_file", "is_dir"):
-        monkeypatch.setattr(Path, name, lambda path, of=getattr(os.path, name.replace("_", "")): of(path))
+    monkeypatch.setattr(Path, "exists", lambda path: os.path.exists(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: os.path.isfile(path))
+    monkeypatch.setattr(Path, "is_dir", lambda path: os.path.isdir(path))
     return names
 
 
