@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.command_line import parse_arguments
-from configs.files import write_whole
+from configs.files import is_there, write_whole
 from configs.schema import FilePath, Positive, UserError
 from hosts.runtime import run_command
 
@@ -201,7 +201,7 @@ def main() -> int:
     parts = parts_of(arguments)
     names = [part.name for part in parts]
     path = out / "accelerator.json"
-    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    record: dict[str, Any] = json.loads(path.read_text()) if is_there(path) else {"parts": {}}
     here = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120), out / "device.log", 120)
     if "failed" in here:
         raise UserError("JAX finds no device here:\n" + "\n".join(here["last_lines"]))

@@ -23,7 +23,7 @@ from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
 from configs.command_line import Exit, exit_code_of, parse, parse_arguments
-from configs.files import write_whole
+from configs.files import is_there, write_whole
 from configs.schema import MEASURED, Config, FilePath, UserError, free_to_change, options
 from configs.validation import require_steps
 from hosts.runtime import ROOT, code_digest, versions
@@ -133,7 +133,7 @@ def train(recipe: Recipe, seed: int) -> float:
     file, *words = shlex.split(recipe.text)
     own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}"]
     command = [sys.executable, ROOT / "train.py", f"--config={file}", *words, *OWN, *own]
-    if not (folder / "summary.json").exists():
+    if not is_there(folder / "summary.json"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_suffix(".log")
         with log.open("a") as file:

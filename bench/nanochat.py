@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from configs.command_line import parse
+from configs.files import is_there
 from configs.messages import LOGGER
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
 from configs.schema import Config, FilePath, ModelConfig, Positive, UserError, with_options
@@ -259,7 +260,7 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     run, and as `Trainer` and `build_and_open_text` raise it."""
     require_steps(config)
     metrics = Path(arguments.out) / "metrics.jsonl"
-    if metrics.exists():
+    if is_there(metrics):
         raise UserError(f"{metrics} is of an earlier run; give another --out")
     if config.batch.rows_per_device == "auto":
         config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default

@@ -5,7 +5,9 @@ import os
 import re
 import ssl
 import sys
+import time
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +20,7 @@ from configs.schema import UserError
 T = TypeVar("T")
 
 RETRY_SECONDS = 300  # retries of a failing disk or store last this long
+FEWEST_ATTEMPTS = 3  # and are at least this many: one attempt may take longer than that to fail
 LONGEST_PAUSE = 30  # seconds between attempts
 # Errors of file systems that persist until somebody changes something, by number and, if they have none, by kind.
 LASTING = {
@@ -29,6 +32,7 @@ LASTING_KINDS = (FileNotFoundError, PermissionError, FileExistsError, NotADirect
 PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
+FULL = "the disk is full"
 CLIENTS = ("aiohttp", "google.auth", "httpx")  # libraries whose errors without a status are the network's
 
 
@@ -44,6 +48,27 @@ def cache_dir() -> Path:
 def in_bucket(folder: Any) -> bool:
     """Return whether a folder is in a bucket."""
     return str(folder).startswith("gs://")
+
+
+def is_there(path: Any) -> bool:
+    """Return whether a file or folder exists, on a disk or in a bucket. Raise OSError if the disk does not answer.
+    `exists` may return False then, and what follows would delete, repeat or overwrite what is there."""
+    if in_bucket(path):
+        return path.exists()
+    try:
+        os.stat(path)  # epath's stat fails if the owner or group has no name on this machine (google/etils#790)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def read_if_there(path: Any) -> bytes:
+    """Return a file's content, on a disk or in a bucket; empty without a file. Raise OSError if the disk does not
+    answer."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
@@ -123,18 +148,28 @@ def _is_transient(error: BaseException) -> bool:
         # Without a number it is a library's own refusal, such as gcsfs's "Forbidden" for status 403.
         return error.errno not in LASTING and (error.errno is not None or type(error) is not OSError)
     if isinstance(error, ValueError):
-        system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
-        return PASSING.match(str(error)) is not None and not (system and int(system[1]) in LASTING)
+        return PASSING.match(str(error)) is not None and _system_error(error) not in LASTING
     return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
+
+
+def _system_error(error: BaseException) -> int | None:
+    """Return the number of the system's error, as OSError and tensorstore store it; None without one."""
+    of_tensorstore = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    return int(of_tensorstore[1]) if of_tensorstore else getattr(error, "errno", None)
 
 
 def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
-    RETRY_SECONDS and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
+    RETRY_SECONDS and at least FEWEST_ATTEMPTS attempts; then raise StorageLost. Pause for as long as a server asks
+    (Retry-After). Raise other exceptions at once."""
+    growing = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        return growing(state) + _asked_pause(state.outcome.exception() if state.outcome else None)
+
     again = tenacity.Retrying(
-        # A read may take longer than that to fail, and deserves a retry.
-        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(3)),
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE),
+        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(FEWEST_ATTEMPTS)),
+        wait=pause,
         retry=tenacity.retry_if_exception(is_transient),
         before_sleep=partial(_say, what),
         reraise=True,
@@ -147,15 +182,29 @@ def with_retries(what: str, function: Callable[[], T]) -> T:
         raise StorageLost(f"{what}: {first_line(error)}") from error
 
 
+def _asked_pause(error: BaseException | None) -> float:
+    """Return the seconds that a server asks to wait before the next request; 0 if it asks for none."""
+    asked = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "0")
+    if asked.isdigit():
+        return int(asked)
+    try:
+        return max(parsedate_to_datetime(asked).timestamp() - time.time(), 0)
+    except ValueError:  # neither seconds nor a date
+        return 0
+
+
 def described(error: BaseException) -> str:
-    """Return an error in a line that starts with 1 if it may pass, else with 0."""
-    return f"{int(is_transient(error))} {first_line(error)}"
+    """Return an error in a line that starts with 1 if it may pass, else with 0. A full disk is said to be full, which
+    tensorstore says at the end of a long line."""
+    full = [number for cause in causes(error) if (number := _system_error(cause)) in (errno.ENOSPC, errno.EDQUOT)]
+    return f"{int(is_transient(error))} {f'{FULL} ({os.strerror(full[0])})' if full else first_line(error)}"
 
 
 def _say(what: str, state: tenacity.RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None
-        print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)
+        pause = f" in {state.upcoming_sleep:.0f} s" * (state.upcoming_sleep > LONGEST_PAUSE)
+        print(f"{what}: {first_line(error)}; trying again{pause}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException | None) -> str:

@@ -11,16 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
-from configs.files import with_retries
+from configs.files import is_there, read_if_there
 from configs.schema import DataConfig, UserError
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
-from data.shards import Shard, TokenStream
+from data.shards import Shard, TokenStream, from_disk
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
@@ -30,9 +31,7 @@ def load_dataset_json(folder: Path) -> Any:
     """Return the content of the folder's dataset.json. Raise UserError if it cannot be read."""
     path = folder / "dataset.json"
     try:
-        return json.loads(with_retries(str(path), path.read_bytes))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        return json.loads(from_disk(path, path.read_bytes))
     except (ValueError, RecursionError) as error:
         raise damaged(folder) from error
 
@@ -74,7 +73,7 @@ class Dataset:
         """Yield the starts of documents in each shard."""
         for shard in self.shards[part]:
             index = shard.path.with_suffix(".starts.npy")
-            content = index.read_bytes() if index.exists() else b""
+            content = from_disk(index, partial(read_if_there, index))
             if hashlib.sha256(content).digest() != shard.blocks.index_sha256:
                 raise UserError(f"{index} is missing or damaged; bring it back, or prepare the dataset again")
             yield np.load(io.BytesIO(content))
@@ -129,7 +128,7 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
             f"--data.source={source}: rows are read from folders: mount the bucket (gcsfuse), or copy the dataset to "
             "each host (gcloud storage cp --recursive)"
         )
-    if os.path.exists(folder / "dataset.json"):
+    if from_disk(folder, lambda: is_there(folder / "dataset.json")):
         dataset = _prepared(folder)
         if config.tokenizer:
             _require_tokenizer(dataset, config.tokenizer)

@@ -16,9 +16,10 @@ checked when it is read.
 
 import hashlib
 import os
+import resource
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -34,7 +35,7 @@ TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
 BLOCK_BYTES = 65_536  # not much more than the rows that are read of it, a few KB each
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
-OPEN = 256  # shards that are open at a time
+OPEN = 256  # shards that are open at a time, at most
 
 
 class Blocks(NamedTuple):
@@ -73,7 +74,7 @@ class Shard:
     def __init__(self, path: Path):
         """Raise UserError if it is incomplete, or has no sound sidecar."""
         self.path = path
-        self.blocks, size = _from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
+        self.blocks, size = from_disk(path, lambda: (read_blocks(path), path.stat().st_size))
         magic, version, self.tokens = np.frombuffer(self.blocks.header, "<i4").tolist()
         if (magic, version) not in TOKEN_TYPES:
             raise UserError(f"{path} is not a token shard: its header starts with {magic}, {version}")
@@ -104,12 +105,13 @@ class Shard:
         """Return the bytes from `at` on: `size`, or as many as the file has."""
 
         def read() -> bytearray:
-            content, file = bytearray(), _opened(self)  # if another thread drops it from the cache, it stays open here
+            content = bytearray()
+            file = _open_files()(self)  # if another thread drops it from the cache, it stays open here
             while len(content) < size and (part := os.pread(file.fileno(), size - len(content), at + len(content))):
                 content += part
             return content
 
-        return _from_disk(self.path, read)
+        return from_disk(self.path, read)
 
     def _changed(self, block: int) -> UserError:
         """Return the error about a block that differs from its record."""
@@ -120,13 +122,16 @@ class Shard:
         )
 
 
-@lru_cache(OPEN)
-def _opened(shard: Shard) -> BinaryIO:
-    """Open a shard's file. The last `OPEN` stay open."""
-    return shard.path.open("rb", buffering=0)
+@cache
+def _open_files() -> Callable[[Shard], BinaryIO]:
+    """Return a function that opens a shard's file. The last ones stay open: `OPEN`, or a quarter of the files that the
+    system lets this process open (`ulimit -n`)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN if limit == resource.RLIM_INFINITY else min(OPEN, limit // 4)
+    return lru_cache(most)(lambda shard: shard.path.open("rb", buffering=0))
 
 
-def _from_disk(path: Path, read: Callable[[], T]) -> T:
+def from_disk(path: Path, read: Callable[[], T]) -> T:
     """Return the result of `read`, which reads the file. Raise StorageLost if its disk fails for long, and UserError
     for an error that persists."""
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer, pre_tokenizers
 
-from configs.files import StorageLost, with_retries, write_whole
+from configs.files import StorageLost, is_there, with_retries, write_whole
 from configs.schema import UserError
 
 BOS = "<|bos|>"
@@ -95,7 +95,8 @@ class TextTokenizer:
 
     def require_same_in(self, folder: Path) -> None:
         """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""
-        if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
+        is_saved = with_retries(str(folder), lambda: is_there(folder / "tokenizer.json"))
+        if is_saved and load_tokenizer(folder).sha256 != self.sha256:
             raise UserError(
                 f"{folder} has another tokenizer than the data was made with; prepare the data with "
                 f"--tokenizer={folder}, or start a new run"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from configs.files import append_whole, write_picture, write_whole
+from configs.files import append_whole, read_if_there, write_picture, write_whole
 from configs.schema import UserError
 from hosts.distributed import on_first_process
 
@@ -37,7 +37,7 @@ def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
     """Return the lines after the facts, and drop the half line that a kill left."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in a newline
+        complete = read_if_there(path).split(b"\n")[:-1]  # a complete line ends in a newline
         lines = [json.loads(line) for line in dict.fromkeys(complete)]  # two commands at once wrote one twice
         lines = lines if lines and lines[0] == facts else [facts]
         write_whole(path, to_lines(lines))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from configs.files import is_there
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
@@ -32,7 +33,7 @@ def read_documents(
     """Return documents with text, and the number of those without, which together are `most` or all. They are always
     the same: files of raw text are taken in the order of a hash of their names, and documents of a dataset are spread
     evenly over its held-out part. Raise UserError if no document has text."""
-    is_dataset = (Path(source).expanduser() / "dataset.json").exists()
+    is_dataset = is_there(Path(source).expanduser() / "dataset.json")
     documents = _held_out(source, most, cache) if is_dataset else _of_text(source, text_column, text_extensions)
     taken = list(islice(documents, most))
     kept = [document for document in taken if not document.problem]

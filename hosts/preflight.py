@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import RETRY_SECONDS, first_line, in_bucket, is_transient, permission_hint, with_retries
+from configs.files import RETRY_SECONDS, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
 from hosts.distributed import exchange, on_first_process
 from hosts.runtime import TrainingAborted, code_digest, versions
@@ -58,7 +58,7 @@ def problems_here(config: Config) -> list[str]:
     if in_bucket(config.run_dir):
         return on_first_process(partial(with_retries, config.run_dir, partial(refusals, config.run_dir)))
     folder, until = Path(config.run_dir), time.monotonic() + VISIBLE_SECONDS
-    while not folder.exists():
+    while not with_retries(str(folder), partial(is_there, folder)):
         if time.monotonic() > until:
             return [f"does not see {folder} of process 0: all hosts must share it"]
         time.sleep(1)

@@ -162,7 +162,8 @@ def start_jax() -> None:
 
     Start every process with the same command. Raise UserError if their settings are incomplete or contradictory.
     """
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    if jax.config.jax_compilation_cache_dir is None:  # else the user's, by JAX_COMPILATION_CACHE_DIR
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
     for library in ("absl", "asyncio"):  # their messages repeat the commands' own

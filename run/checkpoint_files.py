@@ -5,7 +5,7 @@ checkpoints/<step>/rest/       optimizer state, skipped steps
 checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
 
 A checkpoint is complete if it has its facts, which are written last and deleted first. On a disk its folder has another
-name until then, and is renamed.
+name until then, and is renamed. A bucket has no names to change: there the folder has an object `unfinished`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from configs.files import described, first_line, in_bucket
+from configs.files import FULL, described, first_line, in_bucket, is_there
 from configs.messages import LOGGER
 from hosts.distributed import exchange
 from run.record import storage_path, upload
@@ -30,19 +30,8 @@ from run.record import storage_path, upload
 FACTS = "facts/metadata"  # a JSON file
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 DELETED = ".deleted"  # suffix of a folder that is being deleted
+UNFINISHED = "unfinished"  # object in a folder of a bucket that is being written, or deleted
 T = TypeVar("T")
-
-
-def is_there(path: epath.Path) -> bool:
-    """Return whether a file or folder exists. Raise OSError if the disk does not answer; `exists` would return
-    False."""
-    if in_bucket(path):
-        return path.exists()
-    try:
-        os.stat(path)  # path.stat() fails if the owner or group has no name on this machine (google/etils#790)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def checkpoint_folder(run_dir: str | Path) -> epath.Path:
@@ -63,7 +52,10 @@ def outside_event_loop(function: Callable[[], T]) -> T:
     loop, as in a notebook's cell (orbax issue 481)."""
     try:
         asyncio.get_running_loop()
+        in_loop = True
     except RuntimeError:
+        in_loop = False
+    if not in_loop:  # called above, `function` would have that error as the cause of its own
         return function()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
@@ -89,6 +81,7 @@ def delete(folder: epath.Path, steps: Sequence[int]) -> None:
     for path in [folder / str(step) for step in steps]:
         try:
             if in_bucket(folder):
+                mark_unfinished(path)
                 (path / FACTS).unlink()
                 path.rmtree()
             else:
@@ -100,6 +93,11 @@ def delete(folder: epath.Path, steps: Sequence[int]) -> None:
 def unfinished(folder: epath.Path) -> epath.Path:
     """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
     return folder if in_bucket(folder) else folder.with_name(folder.name + HALF_DONE)
+
+
+def mark_unfinished(folder: epath.Path) -> None:
+    """Mark a folder in a bucket as one that is being written, or deleted. A copy of a checkpoint has no such mark."""
+    (folder / UNFINISHED).write_text("This checkpoint is being written, or deleted.")
 
 
 def sync(folder: Path) -> None:
@@ -152,11 +150,11 @@ class Saving(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        for part in self.parts:  # all of them, so that nothing is written after a failure
-            self.own_failure = failure_of(part.result) or self.own_failure
+        # All parts, so that nothing is written after a failure.
+        own_failure = explaining([self.own_failure, *(failure_of(part.result) for part in self.parts)])
         self.parts.clear()  # they keep the arrays' copies
-        failures = exchange("parts of a checkpoint", self.own_failure, channel="saving")
-        failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
+        failures = exchange("parts of a checkpoint", own_failure, channel="saving")
+        failed = explaining([f"{failure} (process {i})" for i, failure in enumerate(failures) if failure])
         if not failed and jax.process_index() == 0:
             failed = failure_of(lambda: upload(self.run_dir)) or failure_of(self._complete)
         self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
@@ -168,10 +166,19 @@ class Saving(threading.Thread):
         for name, handler in self.handlers.items():
             handler.finalize(target / name)
         (target / FACTS).write_text(json.dumps(self.facts))
-        if target != self.folder:
+        if target == self.folder:
+            (target / UNFINISHED).unlink()
+        else:
             sync(Path(target))
             target.rename(self.folder)
             sync_folder(Path(target.parent))
+
+
+def explaining(failures: Sequence[str]) -> str:
+    """Return the failure that explains the others, which may miss what it could not write: a full disk, or else the
+    first. Return an empty text without any."""
+    failed = [failure for failure in failures if failure]
+    return next((failure for failure in failed if FULL in failure), failed[0] if failed else "")
 
 
 def failure_of(function: Callable[[], Any]) -> str:

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import platform
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,7 @@ import jax
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.files import in_bucket, with_retries, write_whole
+from configs.files import in_bucket, is_there, is_transient, with_retries, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
@@ -28,10 +27,15 @@ from run.record import (
     Events,
     fetch_locally,
     fetch_record,
+    is_of_this_process,
+    line_of_lock,
     local_path,
+    lock_holder,
+    other_writer,
     read_metrics,
+    reading,
     saved_up_to,
-    this_process,
+    storage_path,
 )
 from training.mesh import device_groups
 
@@ -41,7 +45,8 @@ LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS s
 
 class RunLock:
     """The lock of the process that writes to a run's folder, taken inside `with`. The system releases it when the
-    process ends, however. A run in a bucket has none. Every process enters; the first one takes the lock."""
+    process ends, however. A bucket has no locks: there the newest start takes the run over (`take_over`). Every process
+    enters; the first one takes the lock."""
 
     def __init__(self, run_dir: str | Path):
         self.run_dir, self.path = run_dir, local_path(run_dir) / "lock"
@@ -57,6 +62,10 @@ class RunLock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if in_bucket(self.run_dir) and jax.process_index() == 0:
+            with suppress(Exception):  # the store may not answer
+                if is_of_this_process(lock_holder(self.run_dir)):
+                    (storage_path(self.run_dir) / "lock").unlink()
         if self.file:
             with suppress(OSError, UserError):  # the disk may be gone, or the events damaged
                 if kind and issubclass(kind, UserError):
@@ -66,7 +75,7 @@ class RunLock:
     def _leave_nothing(self) -> None:
         """Delete what a refused start made, if the run has no step, and so nothing worth keeping."""
         folder, record = self.path.parent, self.path.with_name("config.json")
-        logged = (folder / "metrics.jsonl").exists() or saved_up_to(Events(folder).read())
+        logged = is_there(folder / "metrics.jsonl") or saved_up_to(Events(folder).read())
         if is_of_a_run(record) and not logged and not finished_steps(self.run_dir):
             for name in ("config.json", "events.jsonl"):
                 (folder / name).unlink(missing_ok=True)
@@ -99,9 +108,22 @@ class RunLock:
                 f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it"
             )
         file.truncate(0)
-        file.write(f"{this_process()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.write(line_of_lock())
         file.flush()
         self.file = file
+
+
+def take_over(run_dir: str) -> None:
+    """Write this process's name into the lock of a run in a bucket, which has no locks. Report whose name it replaces:
+    that process, if it is alive, ends before its next save (`other_writer`). Do nothing on a disk. On the first
+    process."""
+    if not in_bucket(run_dir):
+        return
+    if holder := other_writer(run_dir):
+        LOGGER.warning(
+            f"{run_dir} was being written to by {holder}: if that process is alive, it ends at its next save"
+        )
+    (storage_path(run_dir) / "lock").write_text(line_of_lock())
 
 
 def _holder(file: IO) -> str:
@@ -194,7 +216,7 @@ def is_of_a_run(record: Path) -> bool:
 def _finished(folder: Path) -> int:
     try:
         return int(json.loads((folder / "summary.json").read_text())["steps"])
-    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged: it is made again
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # it is made again
         return 0
 
 
@@ -233,20 +255,25 @@ def config_of_run(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
             f"{run_dir} holds a network, not a run; make one of it: python -m interchange.convert --out=runs/NAME "
             f"--source={source}"
         )
-    if not record.is_file():
+    with reading(str(run_dir)):
+        is_run = with_retries(str(run_dir), lambda: is_there(record))
+    if not is_run:
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
     return read_config_json(record)
 
 
 def read_config_json(record: Path) -> tuple[dict[str, Any], Config]:
-    """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read."""
+    """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read, OSError if its
+    disk does not answer."""
     try:
         facts = json.loads(record.read_text())
         config = config_from_json(json.dumps(facts["config"]))
         _ = facts["dataset"], facts["changes"]
         return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
+        if is_transient(error):
+            raise
         raise UserError(
             f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run: restore it"
         ) from error

@@ -29,7 +29,17 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.files import StorageLost, append_whole, first_line, in_bucket, is_transient, permission_hint, with_retries
+from configs.files import (
+    StorageLost,
+    append_whole,
+    first_line,
+    in_bucket,
+    is_there,
+    is_transient,
+    permission_hint,
+    read_if_there,
+    with_retries,
+)
 from configs.schema import UserError
 
 
@@ -42,7 +52,8 @@ class Events:
     def add(self, event: str, step: int, **facts: Any) -> None:
         """Append an event, synced to disk, or nothing. First cut off a half line that a kill left. Raise OSError if
         that is impossible."""
-        if self.path.exists() and self.path.stat().st_size > (whole := len(self._whole_lines())):
+        whole = len(self._whole_lines())
+        if whole < len(read_if_there(self.path)):
             os.truncate(self.path, whole)
         line = json.dumps({"event": event, "step": step, **facts, "time": time.time()}) + "\n"
         append_whole(self.path, line)
@@ -61,7 +72,7 @@ class Events:
         return events
 
     def _whole_lines(self) -> bytes:
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = read_if_there(self.path)
         return text[: text.rfind(b"\n") + 1]
 
 
@@ -88,9 +99,9 @@ def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
     """Return the lines of metrics.jsonl, none if there is no such file. Skip and report a damaged line, except an
-    incomplete last one, which a kill may leave."""
+    incomplete last one, which a kill may leave. Raise OSError if the disk does not answer."""
     path = local_path(run_dir) / "metrics.jsonl"
-    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
+    texts = read_if_there(path).removesuffix(b"\n").split(b"\n")
     lines = []
     for number, text in enumerate(texts, 1):
         try:
@@ -140,19 +151,27 @@ def local_path(run_dir: str | Path) -> Path:
     return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
 
 
-def this_process() -> str:
-    """Return the name of this process in the lock of a run's folder."""
-    return f"process {os.getpid()} on {platform.node()}"
+def line_of_lock() -> str:
+    """Return the line of this process for the lock of a run's folder."""
+    return f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+
+
+def is_of_this_process(line: str) -> bool:
+    """Return whether a line of a lock is this process's."""
+    return line.startswith(line_of_lock().partition(",")[0] + ",")
+
+
+def lock_holder(run_dir: str | Path) -> str:
+    """Return the line of the process that last took the lock of the run's folder; empty without any."""
+    folder = storage_path(run_dir) if in_bucket(run_dir) else local_path(run_dir)
+    return read_if_there(folder / "lock").decode().partition("\n")[0]
 
 
 def other_writer(run_dir: str | Path) -> str:
-    """Return who took the lock of the run's folder after this process did, if anybody: some disks lock for each machine
-    alone (NFS with local_lock, Lustre with localflock)."""
-    lock = local_path(run_dir) / "lock"
-    if in_bucket(run_dir) or not lock.exists():
-        return ""
-    holder = lock.read_text().partition("\n")[0]
-    return "" if holder.startswith(f"{this_process()},") else holder
+    """Return who took the lock of the run's folder after this process did, if anybody: a bucket has no locks, and some
+    disks lock for each machine alone (NFS with local_lock, Lustre with localflock)."""
+    holder = lock_holder(run_dir)
+    return "" if is_of_this_process(holder) else holder
 
 
 @contextmanager
@@ -175,8 +194,11 @@ UPLOADING = threading.Lock()
 
 def upload(run_dir: str | Path) -> None:
     """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on a
-    disk. Only the first process may call it. A second thread waits: a save may upload while a failure is recorded."""
+    disk. Only the first process may call it. A second thread waits: a save may upload while a failure is recorded.
+    Raise UserError if another process has taken the run over."""
     if in_bucket(run_dir):
+        if holder := with_retries(str(run_dir), lambda: other_writer(run_dir)):
+            raise UserError(f"{run_dir} is being written to by another process, too ({holder})")
         with UPLOADING:
             with_retries(str(run_dir), lambda: _upload(run_dir))
 
@@ -229,7 +251,8 @@ def _fetch(source: epath.Path, local: Path) -> None:
     local.mkdir(parents=True, exist_ok=True)
     for folder in (source, source / "tokenizer") if source.exists() else ():
         for path in folder.iterdir() if folder.exists() else ():
-            if not path.is_dir():
+            # gcsfs lists the placeholder of a folder, which Cloud Console makes, as a file in it.
+            if path.name != "lock" and is_there(path) and not path.is_dir():
                 copy = local / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_bytes(path.read_bytes())

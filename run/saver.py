@@ -19,7 +19,7 @@ from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs import files
-from configs.files import StorageLost, first_line, in_bucket, with_retries
+from configs.files import StorageLost, described, first_line, in_bucket, is_there, with_retries
 from configs.messages import LOGGER
 from configs.schema import CheckpointConfig
 from hosts.distributed import Damaged, NoCheckpoint, max_over_processes, on_first_process
@@ -29,11 +29,11 @@ from run.checkpoint_files import (
     DELETED,
     FACTS,
     HALF_DONE,
+    UNFINISHED,
     Saving,
     checkpoint_folder,
     delete,
-    failure_of,
-    is_there,
+    mark_unfinished,
     unfinished,
 )
 from run.record import Events, local_path, other_writer, reading
@@ -78,11 +78,6 @@ class Saver(Checkpoints):
         one is complete. Raise TrainingAborted if the run's folder was deleted, if a parameter is not finite, or after
         ten failures in a row.
         """
-        # Only a run in progress has its config in the facts.
-        if "config" in facts and not on_first_process((local_path(self.run_dir) / "config.json").exists):
-            raise TrainingAborted(f"{self.run_dir}/config.json was deleted while the run wrote to its folder")
-        if holder := on_first_process(lambda: other_writer(self.run_dir)):
-            raise TrainingAborted(f"{self.run_dir} is being written to by another process, too ({holder})")
         if not all_finite(state.params):
             raise TrainingAborted("the parameters are not finite, so they are not saved; try a lower learning rate")
         facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
@@ -94,18 +89,40 @@ class Saver(Checkpoints):
             return
         target = self.folder / str(step)
 
-        def begin() -> None:
-            partial = unfinished(target)
-            if partial.exists():
-                partial.rmtree()
-            (partial / FACTS).parent.mkdir(parents=True)
-
-        if failure := on_first_process(lambda: failure_of(begin)):
+        lost, failure = on_first_process(lambda: self._make_empty(unfinished(target), facts))
+        if lost:
+            raise TrainingAborted(lost)
+        if failure:
             self._failed(failure)
         else:
             old = on_first_process(lambda: self._old([*self.steps, step]))
             self.pending = Saving(self.run_dir, target, items_of(state), facts, old)
         self._give_up_after(MOST_FAILED)
+
+    def _make_empty(self, partial: epath.Path, facts: dict) -> tuple[str, str]:
+        """Make the folder that a checkpoint is written to. Return how the run lost its folder, and how this save
+        failed (`configs.files.described`): empty texts if all is well. On the first process."""
+        try:
+            if lost := self._how_lost(facts):
+                return lost, ""
+            if is_there(partial):
+                partial.rmtree()
+            (partial / FACTS).parent.mkdir(parents=True)
+            if in_bucket(partial):
+                mark_unfinished(partial)
+        except Exception as error:
+            return "", described(error)
+        return "", ""
+
+    def _how_lost(self, facts: dict) -> str:
+        """Return why the run's folder is not this process's any more; empty if it is. Raise OSError if the disk does
+        not answer."""
+        # Only a run in progress has its config in the facts.
+        if "config" in facts and not is_there(local_path(self.run_dir) / "config.json"):
+            return f"{self.run_dir}/config.json was deleted while the run wrote to its folder"
+        if holder := other_writer(self.run_dir):
+            return f"{self.run_dir} is being written to by another process, too ({holder})"
+        return ""
 
     def poll(self) -> None:
         """Count the save in progress, if it ended, and note whether it must be repeated (`overdue`). Raise
@@ -157,17 +174,21 @@ class Saver(Checkpoints):
 
     def _failed(self, failure: str) -> None:
         """Count a failed save, `failure` by `configs.files.described`, and remove what it left, to free the disk:
-        training continues. Raise StorageLost if the disk or the store has not answered for RETRY_SECONDS."""
+        training continues. Raise StorageLost if the disk or the store has not answered for RETRY_SECONDS, nor to
+        FEWEST_ATTEMPTS."""
         failed = Failure(failure[2:], failure[0] == "1", time.monotonic())
         self.failures.append(failed)
         LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")
         on_first_process(self._try_to_clear)
-        if failed.may_pass and max_over_processes(time.monotonic() - self.failures[0].time > files.RETRY_SECONDS):
+        if not failed.may_pass or len(self.failures) < files.FEWEST_ATTEMPTS:
+            return
+        if max_over_processes(time.monotonic() - self.failures[0].time > files.RETRY_SECONDS):
             raise StorageLost(f"saving in {self.folder}: {failed.message}")
 
     def _try_to_clear(self) -> None:
         with suppress(Exception):  # the disk does not answer; the next successful save repeats this
-            self._clear()
+            if not other_writer(self.run_dir):  # whose save may be under way
+                self._clear()
 
     def __enter__(self) -> "Saver":
         return self
@@ -194,13 +215,13 @@ class Saver(Checkpoints):
             delete(self.folder, old)
 
     def _clear(self) -> None:
-        """Delete what a kill or a failure left half written or half deleted. On a disk, move aside an incomplete folder
-        with a checkpoint's name. On the first process."""
-        if not self.folder.exists():
+        """Delete what a kill or a failure left half written or half deleted. Move aside any other incomplete folder
+        with a checkpoint's name, such as a copy under way. On the first process."""
+        if not is_there(self.folder):
             self.folder.mkdir(parents=True)
-        for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
+        for path in self.folder.iterdir() if is_there(self.folder) else ():  # a bucket has no empty folders
             is_incomplete = path.name.isdigit() and not is_there(path / FACTS)
-            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and in_bucket(path)):
+            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and is_there(path / UNFINISHED)):
                 path.rmtree()
             elif is_incomplete:
                 self._move_aside(path)

@@ -24,7 +24,7 @@ from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
 from run.checkpoint_files import finished_steps
-from run.folder import RunStatus, open_run, require_checkpoints, write_start_record, writing_to
+from run.folder import RunStatus, open_run, require_checkpoints, take_over, write_start_record, writing_to
 from run.init_from import (
     initial_state,
     require_moments,
@@ -122,6 +122,7 @@ def open_checkpoints(config: Config, text: Text, resume_step: int | None) -> Sav
     """Delete what a kill left half written, and return the run's complete checkpoints, back at `resume_step`. Raise
     UserError if they have more steps than the run should have."""
     with io_limit(config.hang, "opening the checkpoints"):
+        on_first_process(partial(writing_to, config.run_dir, partial(take_over, config.run_dir)))
         checkpoints = Saver(config.run_dir, config.checkpoint)
         if resume_step is not None:
             go_back_to(resume_step, config, checkpoints)

@@ -1,14 +1,16 @@
 """Use eight CPU devices in one process, check array types at run time, and keep a compilation cache per session."""
 
 import atexit
+import errno
 import gc
+import io  # noqa: F401
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -91,6 +93,29 @@ def gcs(gcs_server) -> FakeGCS:
     """Return an empty store without faults."""
     gcs_server.reset()
     return gcs_server
+
+
+@pytest.fixture
+def unanswered(monkeypatch) -> set[str]:
+    """Return a set of names. A disk does not answer for paths with these names, as NFS does while a server restarts.
+    `Path.exists` then says False, as Python 3.14's does."""
+    names: set[str] = set()
+
+    def answers_only_others(function: Callable) -> Callable:
+        def wrapped(path, *arguments, **options):
+            if names and not isinstance(path, int) and os.path.basename(path) in names:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+            return function(path, *arguments, **options)
+
+        return wrapped
+
+    for name in ("os.stat", "os.listdir", "os.scandir", "io.open"):
+        module, _, attribute = name.partition(".")
+        monkeypatch.setattr(name, answers_only_others(getattr(sys.modules[module], attribute)))
+    monkeypatch.setattr(Path, "exists", lambda path: os.path.exists(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: os.path.isfile(path))
+    monkeypatch.setattr(Path, "is_dir", lambda path: os.path.isdir(path))
+    return names
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import tyro
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
-from configs.files import with_retries
+from configs.files import is_there, with_retries
 from configs.progress import progress
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
 from data.dataset import open_text, read_source
@@ -148,7 +148,7 @@ def holds_run(path: str) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
     file = storage_path(path) / "config.json"
     with reading(path):
-        return with_retries(path, file.exists)
+        return with_retries(path, lambda: is_there(file))
 
 
 def main() -> int:

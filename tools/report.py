@@ -18,7 +18,7 @@ import tyro
 from plotly.offline import get_plotlyjs
 
 from configs.command_line import Exit, config_from_json, exit_code_of, parse_arguments
-from configs.files import write_whole
+from configs.files import is_there, write_whole
 from configs.schema import AnyPaths, FilePath, UserError, options
 from run.record import fetch_locally, read_metrics, storage_path
 from tools.noise import add_noise_scales
@@ -127,7 +127,7 @@ def read_run(folder: str | Path) -> Run:
     """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
     given, folder = str(folder), fetch_locally(folder)
     record_file, summary_file = folder / "config.json", folder / "summary.json"
-    if not record_file.is_file():
+    if not is_there(record_file):
         raise UserError(f"{given} holds no run (no config.json)")
     try:
         record = json.loads(record_file.read_bytes())
@@ -138,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
             "make its report with the version that trained it"
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
-    summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else {}
+    summary = json.loads(summary_file.read_bytes()) if is_there(summary_file) else {}
     return Run(config.name, given, options(config), record, lines, summary)
 
 

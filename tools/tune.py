@@ -25,7 +25,7 @@ import numpy as np
 from scipy.special import stdtrit  # JAX depends on SciPy
 
 from configs.command_line import Exit, exit_code_of, parse
-from configs.files import write_picture, write_whole
+from configs.files import is_there, write_picture, write_whole
 from configs.schema import MEASURED, Config, FilePath, NotNegative, Role, UserError, options, roles, with_options
 from configs.validation import require_steps
 from hosts.machines import GIB
@@ -89,7 +89,7 @@ class Runs:
         same = (code_digest(), versions(), self.devices, self.kind, words)
         folder = self.out / f"{name}-{hashlib.sha256(repr(same).encode()).hexdigest()[:8]}"
         path = folder / "tune.json"
-        if not path.exists():
+        if not is_there(path):
             if fresh:
                 shutil.rmtree(folder, ignore_errors=True)
             words = [f"--config={self.file}", *words, f"--name={folder.name}", f"--run_dir={folder}"]

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import os
 import re
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Literal
 
 from fsspec.utils import glob_translate
 
+from configs.files import is_transient
 from configs.schema import UserError
 from data.prepare.chat_formats import MESSAGES
 from data.prepare.corpus import Corpus, ask, open_source, unreadable
@@ -179,8 +181,13 @@ def _local_files(source: str) -> tuple[list[SourceFile], list[str]]:
         name = path.removeprefix(str(root)).lstrip("/") or root.name
         if pattern and not matches.match(name):
             continue
-        if os.path.isfile(path):
+        try:
             status = os.stat(path)
+        except OSError as error:
+            if is_transient(error):  # a text that the disk did not show would be missing from the dataset
+                raise
+            status = None
+        if status and stat.S_ISREG(status.st_mode):
             listed.append(SourceFile(name, path, status.st_size, changed=status.st_mtime))
         else:
             left_out.append(name)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.files import StorageLost, is_transient
+from configs.files import StorageLost, is_there, is_transient
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
 from data.prepare.chat_formats import FORMATS
@@ -109,7 +109,7 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
     tokenizer = config.tokenizer and find_tokenizer(config.tokenizer).sha256
     made_from = repr((FORMAT, settings, find_corpus(source, on_error="skip").version, tokenizer))
     out = cache / "datasets" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    if no_new_tokenizer and not tokenizer and not (out / "dataset.json").exists():
+    if no_new_tokenizer and not tokenizer and not is_there(out / "dataset.json"):
         raise UserError(no_new_tokenizer)
     prepare(settings, out)
     return out
@@ -118,9 +118,9 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
 def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: int) -> None:
     # Files are listed first: another preparation may begin meanwhile, and writes its record before other files.
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
-    if is_taken and not (out / "dataset.json").exists():
+    if is_taken and not is_there(out / "dataset.json"):
         raise UserError(f"--out={out} is not empty and has no dataset (no dataset.json); choose another folder")
-    before = read_dataset_json(out)["made_from"] if (out / "dataset.json").exists() else {}
+    before = read_dataset_json(out)["made_from"] if is_there(out / "dataset.json") else {}
     is_begun = str(settings.source).startswith("hf:") and before.get("source") == settings.source
     revision = before["version"].partition("/")[0] if is_begun else ""  # from the first start
     options = settings.text_column, settings.on_error, settings.text_extensions, revision, settings.conversations
@@ -197,7 +197,7 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
 def _tokens_per_byte(tokenizer: Path) -> float:
     """Return the tokens for a byte of the text that a dataset's tokenizer was trained on; 0 if that is not known."""
     folder = (tokenizer if tokenizer.is_dir() else tokenizer.parent).parent
-    if not (folder / "dataset.json").exists():
+    if not is_there(folder / "dataset.json"):
         return 0.0
     facts = read_dataset_json(folder)
     made_from = facts["made_from"]
@@ -239,7 +239,7 @@ def _reasons(corpus: Corpus, shards: list[dict], skipped: Counter, total: int) -
 
 def _continued(out: Path, made_from: dict) -> dict:
     """Return dataset.json, up to the first missing shard; a new record in an empty folder."""
-    facts = read_dataset_json(out) if (out / "dataset.json").exists() else {}
+    facts = read_dataset_json(out) if is_there(out / "dataset.json") else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error
@@ -252,7 +252,7 @@ def _continued(out: Path, made_from: dict) -> dict:
             "files); choose another --out, or delete that folder"
         )
     for number, shard in enumerate(facts["shards"]):
-        if not all((out / shard[part]["file"]).exists() for part in ("train", "val") if part in shard):
+        if not all(is_there(out / shard[part]["file"]) for part in ("train", "val") if part in shard):
             return facts | {"shards": facts["shards"][:number], "complete": False}
     return facts
 

@@ -1,7 +1,10 @@
 """Test which errors are retried, and for how long."""
 
 import errno
+import re
 import ssl
+import time
+from datetime import UTC, datetime
 from unittest.mock import Mock
 
 import pytest
@@ -9,7 +12,7 @@ from gcsfs.retry import HttpError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 import configs.files
-from configs.files import StorageLost, is_transient, with_retries
+from configs.files import StorageLost, described, is_transient, with_retries
 
 
 def wrapped(error: Exception) -> Exception:
@@ -56,6 +59,20 @@ def test_errors_of_disks_and_stores_are_passing_and_others_permanent(error, may_
     assert is_transient(error) == may_pass
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        wrapped(ValueError(f"RESOURCE_EXHAUSTED: {'x' * 400}: No space left on device [os_error_code='28']")),
+        ValueError("NOT_FOUND: Error opening driver [os_error_code='122']"),
+    ],
+    ids=["disk", "tensorstore", "quota"],
+)
+def test_a_full_disk_is_called_full(error):
+    assert described(error).startswith("0 the disk is full (")
+    assert described(OSError(errno.EIO, "no answer")) == "1 [Errno 5] no answer"
+
+
 def failing(times: int, error: Exception):
     errors = [error] * times
 
@@ -73,6 +90,24 @@ def test_passing_errors_are_retried_and_permanent_ones_raised(monkeypatch, capsy
     assert "the disk: [Errno 5] Input/output error; trying again" in capsys.readouterr().err
     with pytest.raises(PermissionError):
         with_retries("the disk", failing(1, PermissionError(errno.EACCES, "Permission denied")))
+
+
+@pytest.mark.parametrize("asked", ["330", "Sat, 01 Jan 2000 00:05:30 GMT"])
+def test_a_server_that_asks_for_a_longer_pause_gets_it(asked, monkeypatch, capsys):
+    now = [datetime(2000, 1, 1, tzinfo=UTC).timestamp()]
+    clock = Mock(wraps=time, monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr("tenacity.time", clock)
+    monkeypatch.setattr("configs.files.time", clock)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    begun = now[0]
+
+    def ask() -> str:
+        if now[0] < begun + 330:
+            raise answered(response=Mock(status_code=429, headers={"Retry-After": asked}))
+        return "done"
+
+    assert with_retries("the hub", ask) == "done" and now[0] < begun + 330 + configs.files.LONGEST_PAUSE
+    assert re.search(r"the hub: .*; trying again in 33\d s", capsys.readouterr().err)
 
 
 def test_an_error_that_lasts_long_is_lost_storage(monkeypatch):

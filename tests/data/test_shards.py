@@ -1,9 +1,9 @@
 import errno
 import hashlib
 import os
+import resource
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,8 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
 
 def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monkeypatch):
     """A cache of two open files makes nearly every read open one and close another's."""
-    monkeypatch.setattr(module, "_opened", lru_cache(2)(module._opened.__wrapped__))
+    monkeypatch.setattr(module, "OPEN", 2)
+    module._open_files.cache_clear()
     shards = []
     for i in range(8):
         write_shard(tmp_path / f"{i}.bin", np.full(2000, i), np.array([2000]), 300)
@@ -121,3 +122,26 @@ def test_threads_read_their_own_shards_while_files_open_and_close(tmp_path, monk
     read = lambda i: bool((shards[i][100:150] == np.full(50, i)).all())
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(read, numbers))
+    module._open_files.cache_clear()
+
+
+@pytest.fixture
+def few_files():
+    """Let this process open 80 files more than it has open. Return its limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 80
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    module._open_files.cache_clear()
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    module._open_files.cache_clear()
+
+
+def test_more_shards_are_read_than_files_may_be_open(tmp_path, monkeypatch, few_files):
+    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    shards = []
+    for i in range(few_files):
+        write_shard(tmp_path / f"{i}.bin", np.full(20, i), np.array([20]), 300)
+        shards.append(Shard(tmp_path / f"{i}.bin"))
+    assert [shard[3:4].tolist() for shard in shards] == [[i % 2**16] for i in range(few_files)]

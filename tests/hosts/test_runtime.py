@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import pytest
 
-from configs.files import StorageLost, append_whole, write_whole
+from configs.files import StorageLost, append_whole, cache_dir, write_whole
 from configs.schema import UserError
 from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
@@ -21,6 +22,7 @@ from hosts.runtime import (
     require_known_flags,
     require_platform,
     run_command,
+    start_jax,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +183,21 @@ def test_a_file_without_room_is_named_and_keeps_its_content(write, tmp_path, mon
         write(tmp_path / "file", "after")
     assert error.value.filename == str(tmp_path / "file")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
+
+
+@pytest.mark.parametrize("given", [None, "/of/the/user", ""])
+def test_compiled_programs_are_kept_where_the_user_said(given, monkeypatch):
+    """JAX reads JAX_COMPILATION_CACHE_DIR into this option when it is imported."""
+    name, before = "jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir
+    for other in ("join", "show_messages", "require_platform"):
+        monkeypatch.setattr(f"hosts.runtime.{other}", Mock(return_value=0))
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
+    jax.config.update(name, given)
+    try:
+        start_jax()
+        assert jax.config.jax_compilation_cache_dir == (str(cache_dir() / "compiled") if given is None else given)
+    finally:
+        jax.config.update(name, before)
 
 
 def test_writes_left_by_a_failed_save_print_no_traceback(monkeypatch):

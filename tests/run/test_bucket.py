@@ -1,9 +1,11 @@
 """Test checkpoints in a bucket (gs:// through Orbax, tensorstore and gcsfs) with a small server of its API."""
 
 import json
+import os
 import re
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from gcsfs.retry import HttpError
@@ -11,8 +13,11 @@ from gcsfs.retry import HttpError
 from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
+from hosts.runtime import TrainingAborted
 from run.checkpoint import Checkpoints, finished_steps
-from run.record import local_path
+from run.checkpoint_files import Saving, delete
+from run.folder import RunLock, take_over
+from run.record import fetch_locally, local_path, upload
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
@@ -28,18 +33,88 @@ def under(gcs: FakeGCS, folder: str) -> set[str]:
     return {name.removeprefix(prefix).split("/")[0] for name in gcs.objects if name.startswith(prefix)}
 
 
-def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_deleted(gcs):
-    state = saved(RUN, (1, 2, 3))[1]
-    lost = [name for name in gcs.objects if name.startswith(("runs/mine/checkpoints/2/", "runs/mine/checkpoints/3/"))]
-    for name in lost:
-        if name.endswith("facts/metadata") or ("/3/" in name and not name.endswith("manifest.ocdbt")):
-            del gcs.objects[name]
+def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_deleted(gcs, monkeypatch, messages):
+    state = saved(RUN, (1, 2))[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Saving, "_complete", Mock(side_effect=OSError))  # killed before the facts
+        checkpoints = Saver(RUN, KEEP_ALL)
+        patch.setattr(checkpoints, "_try_to_clear", lambda: None)
+        checkpoints.save(3, state, FACTS)
+        checkpoints.wait()
+        patch.setattr(type(checkpoints.folder), "rmtree", Mock(side_effect=OSError))  # killed after the facts
+        delete(checkpoints.folder, [2])
     assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RUN).steps == [1]
+    messages.clear()
     abstract = state_on(1)[1]
     restored, facts = Saver(RUN, KEEP_ALL).restore_newest(abstract)
-    assert under(gcs, "checkpoints") == {"1"} and facts["step"] == 1
+    assert under(gcs, "checkpoints") == {"1"} and facts["step"] == 1 and not messages
+    assert not under(gcs, "bad-checkpoints") and not any(name.endswith("unfinished") for name in gcs.objects)
     assert_equal(restored, state._replace(step=1))
     assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
+
+
+def test_a_checkpoint_whose_copy_is_under_way_is_set_aside_and_not_deleted(gcs, messages):
+    saved(RUN, (1, 2))
+    copied = {name: gcs.objects.pop(name) for name in sorted(gcs.objects) if "checkpoints/2/facts" in name}
+    before = len(gcs.objects)
+    assert copied and Saver(RUN, KEEP_ALL).steps == [1]
+    assert messages == ["checkpoint 2 cannot be read (it is incomplete); it is in bad-checkpoints"]
+    assert under(gcs, "checkpoints") == {"1"} and len(gcs.objects) == before + 1  # a README
+
+
+@pytest.mark.parametrize("folder", ["", "tokenizer/", "checkpoints/", "checkpoints/1/", "checkpoints/2/", "profile/"])
+def test_a_folder_that_was_made_in_cloud_console_is_no_file(gcs, messages, folder):
+    """Cloud Console makes an empty object for each folder, whose name ends in a slash."""
+    saved(RUN, (1,))
+    gcs.put("runs/mine/config.json", b"{}")
+    gcs.put("runs/mine/tokenizer/tokenizer.json", b"of a tokenizer")
+    gcs.put(f"runs/mine/{folder}", b"")
+    fetch_locally.cache_clear()
+    local = fetch_locally(RUN)
+    assert (local / "config.json").read_bytes() == b"{}"
+    assert [path.name for path in (local / "tokenizer").iterdir()] == ["tokenizer.json"]
+    assert Saver(RUN, CheckpointConfig(keep=1)).restore_newest(state_on(1)[1])[1]["step"] == 1
+    assert len(messages) == (folder == "checkpoints/2/")  # an empty folder is an incomplete checkpoint
+
+
+THEIRS = "process 7 on another, since then"
+
+
+def test_a_run_that_another_start_takes_over_gives_way_and_changes_nothing_more(gcs):
+    state, prefix = state_on(1)[0], "runs/mine/"
+    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(RUN):
+        take_over(RUN)
+        (local_path(RUN) / "metrics.jsonl").write_text("ours")
+        checkpoints = Saver(RUN, KEEP_ALL)
+        checkpoints.save(1, state, FACTS)
+        checkpoints.wait()
+        checkpoints.save(2, state, FACTS)
+        gcs.put(f"{prefix}lock", f"{THEIRS}\n".encode())  # before this save is complete
+        gcs.put(f"{prefix}metrics.jsonl", b"theirs")
+        gcs.put(f"{prefix}checkpoints/5/unfinished", b"")
+        (local_path(RUN) / "metrics.jsonl").write_text("ours, and more")
+        checkpoints.save(3, state, FACTS)
+    assert checkpoints.steps[:1] == [1] and under(gcs, "checkpoints") >= {"1", "5"}
+    assert "3" not in under(gcs, "checkpoints")
+    assert gcs.objects[f"{prefix}lock"][1].decode() == f"{THEIRS}\n"
+    with pytest.raises(UserError, match="another process, too"):
+        upload(RUN)
+    assert gcs.objects[f"{prefix}metrics.jsonl"][1] == b"theirs"
+
+
+def test_a_start_says_whom_it_replaces_and_a_refused_one_replaces_nobody(gcs, messages):
+    gcs.put("runs/mine/lock", f"{THEIRS}\n".encode())
+    with pytest.raises(UserError, match="other options"), RunLock(RUN):
+        raise UserError("other options")
+    assert gcs.objects["runs/mine/lock"][1].decode() == f"{THEIRS}\n" and not messages
+    with RunLock(RUN):
+        take_over(RUN)
+        assert f"was being written to by {THEIRS}: if that process is alive" in messages[0]
+        assert f"process {os.getpid()} on ".encode() in gcs.objects["runs/mine/lock"][1]
+    assert "runs/mine/lock" not in gcs.objects and len(messages) == 1
+    with RunLock(RUN):
+        take_over(RUN)
+    assert len(messages) == 1
 
 
 def test_a_damaged_checkpoint_is_set_aside(gcs, messages):

@@ -17,6 +17,7 @@ import pytest
 
 from configs.files import StorageLost
 from configs.schema import CheckpointConfig, MatricesConfig, UserError
+from hosts.distributed import Damaged, NoCheckpoint
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
@@ -209,10 +210,21 @@ def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_
         assert_equal(restored[0], states[step]._replace(step=step))
         assert step == (4 if messages else 8)
         if messages:
-            assert all("checkpoint 8 cannot be read" in text and "bound method" not in text for text in messages)
+            assert all("checkpoint 8 cannot be read" in text for text in messages)
+            assert all("bound method" not in text and "event loop" not in text for text in messages)
             assert names(folder) == ["4"] and len(list((folder / "bad-checkpoints").iterdir())) == 1
             noticed.add(path.parent.name if path.parent.name == "d" else path.name)
     assert {"d", "metadata"} <= noticed  # the arrays' files and the facts
+
+
+def test_the_file_that_a_checkpoint_lacks_is_named(tmp_path):
+    saved(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "rest")
+    with pytest.raises(Damaged, match=r"does not exist at .*/3/rest"):
+        Checkpoints(tmp_path).restore(3, state_on(1)[1])
+    (tmp_path / "checkpoints" / "3" / "params" / "manifest.ocdbt").unlink()
+    with pytest.raises(NoCheckpoint, match=r"Error opening .*/3/params"):
+        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
 
 def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):
@@ -279,12 +291,13 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     checkpoints = Saver(tmp_path, KEEP_ALL)
     away = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(saver, "unfinished", Mock(side_effect=away))
+    monkeypatch.setattr(saver, "is_there", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert len(checkpoints.failures) == 1 and checkpoints.failures[-1].may_pass
     monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    checkpoints.save(2, state_on(1)[0], FACTS)
     with pytest.raises(StorageLost, match="Input/output error"):
-        checkpoints.save(2, state_on(1)[0], FACTS)
+        checkpoints.save(3, state_on(1)[0], FACTS)
 
 
 def test_a_save_is_not_waited_for(tmp_path, monkeypatch):

@@ -2,18 +2,21 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.files import StorageLost
+from configs.files import RETRY_SECONDS, StorageLost
 from configs.schema import CheckpointConfig
 from hosts.runtime import TrainingAborted
 from run import saver
 from run.checkpoint import Checkpoints
+from run.checkpoint_files import explaining
 from run.folder import RunLock
 from run.saver import Saver
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
@@ -98,11 +101,31 @@ def test_a_last_save_that_fails_does_not_replace_the_error_that_ends_the_run(tmp
     monkeypatch.setattr(FakeSaving, "failing", {40})
     monkeypatch.setattr(FakeSaving, "may_pass", True)
     monkeypatch.setattr("configs.files.RETRY_SECONDS", -1)  # over at the first failure
+    monkeypatch.setattr("configs.files.FEWEST_ATTEMPTS", 1)
     with pytest.raises(type(error), match=str(error)), Saver(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(40, STATE, FACTS)
         raise error
     with pytest.raises(StorageLost), Saver(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(40, STATE, FACTS)
+
+
+def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypatch, pauses):
+    """A save's own retries may take longer than a run's patience."""
+    now = [0.0]
+    monkeypatch.setattr("run.saver.time", Mock(wraps=time, monotonic=lambda: now[0]))
+    monkeypatch.setattr(FakeSaving, "join", lambda self: now.append(now.pop() + 2 * RETRY_SECONDS))
+    monkeypatch.setattr(FakeSaving, "may_pass", True)
+    monkeypatch.setattr(FakeSaving, "failing", {1, 2})
+    checkpoints = Saver(tmp_path, KEEP_ALL)
+    for step in (1, 2, 3):
+        checkpoints.save(step, STATE, FACTS)
+    checkpoints.wait()
+    assert checkpoints.steps == [3] and not checkpoints.failures
+    FakeSaving.failing |= {4, 5, 6}
+    with pytest.raises(StorageLost, match="the disk is full"):
+        for step in (4, 5, 6, 7):
+            checkpoints.save(step, STATE, FACTS)
+    assert len(checkpoints.failures) == 3
 
 
 def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
@@ -113,7 +136,23 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
         (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
         with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
             checkpoints.save(20, STATE, FACTS)
-    assert checkpoints.pending.facts["step"] == 10
+    assert checkpoints.steps == [10]
+
+
+@pytest.mark.parametrize("name", ["config.json", "lock", "20.orbax-checkpoint-tmp"])
+def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path, pauses, unanswered, name):
+    facts = FACTS | {"config": {}}
+    with RunLock(tmp_path):
+        checkpoints = Saver(tmp_path, KEEP_ALL)
+        (tmp_path / "config.json").touch()
+        checkpoints.save(10, STATE, facts)
+        unanswered.add(name)
+        checkpoints.save(20, STATE, facts)
+        assert [failure.may_pass for failure in checkpoints.failures] == [True] and checkpoints.steps == [10]
+        unanswered.clear()
+        checkpoints.save(30, STATE, facts)
+        checkpoints.wait()
+    assert checkpoints.steps == [10, 30] and not checkpoints.failures
 
 
 def test_a_run_whose_folder_is_deleted_meanwhile_ends(tmp_path):
@@ -132,6 +171,12 @@ def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old
     *_, before, after, event = calls
     assert written <= {*calls} and half_done in before and after == checkpoints and event == f"{tmp_path}/events.jsonl"
     assert names(tmp_path) == ["2"]
+
+
+def test_a_failure_that_follows_from_a_full_disk_does_not_hide_it():
+    missing, full = "0 NOT_FOUND: Error opening driver", "0 the disk is full (No space left on device)"
+    assert explaining(["", missing, full, ""]) == full and explaining(["", missing]) == missing
+    assert explaining(["", ""]) == explaining([]) == ""
 
 
 def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):

@@ -142,6 +142,16 @@ def test_trials_of_rates_take_at_most_half_of_the_run(trained):
         tune.choose_rates(runs(288), {}, 16)
 
 
+def test_a_complete_run_is_not_repeated_if_the_disk_does_not_answer(trained, unanswered):
+    runs = Runs(load_config("tiny.py")[0], "tiny.py", Path("out"), 1, "cpu")
+    first = runs.train("one", {}, fresh=True)
+    unanswered.add("tune.json")
+    with pytest.raises(OSError, match="Stale"):
+        runs.train("one", {}, fresh=True)
+    unanswered.clear()
+    assert runs.train("one", {}, fresh=True) == first and len(trained.configs) == 1
+
+
 @pytest.mark.medium
 def test_a_second_start_repeats_no_complete_run_and_other_options_repeat_them(trained):
     trained.interrupted_at = 12

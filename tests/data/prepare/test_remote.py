@@ -156,6 +156,30 @@ def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
         find_corpus("hf:owner/name")
 
 
+class Busy(Hub):
+    """Answer the first requests with 429."""
+
+    left = 2
+
+    def answer(self, body: bool):
+        if not Busy.left:
+            return super().answer(body)
+        Busy.left -= 1
+        self.send_response(429)
+        self.send_header("Retry-After", "330")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_a_hub_that_asks_for_a_pause_gets_it(tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    with serving(Busy) as endpoint:
+        ask(endpoint, monkeypatch, tmp_path)
+        assert find_corpus("hf:owner/name").files
+    assert len(pauses) == 2 and all(330 <= pause < 360 for pause in pauses)
+
+
 # The recipes of docs/data.md.
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
