@@ -173,9 +173,10 @@ def evaluate_core(network: Network, tasks: Sequence[Task], folder: Path, benchma
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
     if jax.process_index() == 0:
         write_json(folder / f"{benchmark}.json", facts | results)
-        points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
-        figure = f"{benchmark.upper()} {results[benchmark]:.4f} +- {results[f'{benchmark}_stderr']:.4f}"
-        plot_accuracies(points, f"{network.config.name}, step {network.step}: {figure}", folder / f"{benchmark}.png")
+        low, high = results[f"{benchmark}_interval"]
+        figure = f"{benchmark.upper()} {results[benchmark]:.4f} ({low:.4f} to {high:.4f})"
+        title = f"{network.config.name}, step {network.step}: {figure}"
+        plot_accuracies(results["tasks"], title, folder / f"{benchmark}.png")
     return results
 
 
