@@ -3,20 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import jax
 from msgspec import Meta
 
-from configs.command_line import parse_arguments
+from configs.arguments import SamplingArguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import NotNegative, Positive, UserError
-from evaluation.engine import Engine
-from evaluation.network import SamplingArguments, mesh_of_first, open_network, require_chat_tokens
-from hosts.runtime import run_command, start_jax
-from interchange.folders import converses
-from model.gpt import parameter_counts
-from model.sampling import Sampling
-from run.record import storage_path
-from serving.server import listener, serve
-from serving.terminal import Terminal, note
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,22 @@ class Arguments(SamplingArguments):
     """Answers that the server writes at once."""
     queue: NotNegative[int] = 16
     """Most requests that wait for a slot. More are refused."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+
+from evaluation.engine import Engine
+from evaluation.network import mesh_of_first, open_network, require_chat_tokens
+from hosts.runtime import run_command, start_jax
+from interchange.folders import converses
+from model.gpt import parameter_counts
+from model.sampling import Sampling
+from run.record import storage_path
+from serving.server import listener, serve
+from serving.terminal import Terminal, note
 
 
 def main() -> int:

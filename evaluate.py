@@ -9,27 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
-from configs.command_line import parse_arguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.files import in_bucket
 from configs.progress import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
-from data.dataset import open_text, shortest
-from data.loader import held_out_batches
-from evaluation.benchmark import BENCHMARKS, benchmark_of
-from evaluation.core import Task
-from evaluation.evaluator import evaluate
-from evaluation.network import Network, open_network
-from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
-from evaluation.texts import bits_of, compared, figures, read_documents
-from hosts.runtime import cache_dir, run_command, start_jax
-from run.folder import config_of_run
-from training.mesh import batch_devices, batch_sharding, make_mesh
-from training.state import params_sha256
-from training.step import make_eval_step
 
 
 @dataclass(frozen=True)
@@ -66,6 +49,28 @@ class Arguments:
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
     """Print one line of JSON instead of a table."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from data.dataset import open_text, shortest
+from data.loader import held_out_batches
+from evaluation.benchmark import BENCHMARKS, benchmark_of
+from evaluation.core import Task
+from evaluation.evaluator import evaluate
+from evaluation.network import Network, open_network
+from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
+from evaluation.texts import bits_of, compared, figures, read_documents
+from hosts.runtime import cache_dir, run_command, start_jax
+from run.folder import config_of_run
+from training.mesh import batch_devices, batch_sharding, make_mesh
+from training.state import params_sha256
+from training.step import make_eval_step
 
 
 def main() -> int:
