@@ -207,7 +207,10 @@ def test_a_name_like_no_other_and_an_option_of_config_files_have_their_own_answe
 
 @pytest.mark.parametrize(
     "module",
-    "chat evaluate export interchange.convert reinforce sample tools.dataset tools.inspect tools.plan tools.tune train".split(),
+    [
+        *("chat", "evaluate", "export", "interchange.convert", "reinforce", "sample"),
+        *("tools.dataset", "tools.inspect", "tools.plan", "tools.tune", "train"),
+    ],
 )
 def test_mistakes_are_refused_before_slow_imports(module):
     """Run the command without the modules that take seconds to import."""
