@@ -49,7 +49,7 @@ def tokens_of(options: ReinforceConfig) -> int:
     """Return the most tokens of a question of the task with its answer. Raise UserError for a task without them."""
     if options.task not in TOKENS:
         raise UserError(
-            f"--reinforce.task={options.task}: TOKENS in configs/reinforce.py has no most tokens of a question with its "
-            f"answer for this task; it has {', '.join(TOKENS)}"
+            f"--reinforce.task={options.task}: TOKENS in configs/reinforce.py has no most tokens of a question with "
+            f"its answer for this task; it has {', '.join(TOKENS)}"
         )
     return TOKENS[options.task] + (TOKENS_OF_DIGIT * options.difficulty if options.task == "sums" else 0)
