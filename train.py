@@ -20,6 +20,7 @@ from hosts.preflight import preflight
 from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from run import ending, start
+from run.base import config_of_continued
 from run.ending import notify_of_failure
 from run.fitting import Fitting
 from run.folder import RunLock
@@ -120,7 +121,7 @@ def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLo
 
 def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
     """Parse the options of a command, and run it. Return its exit code."""
-    config, arguments = parse(what, StartArguments)
+    config, arguments = parse(what, StartArguments, config_of_run=config_of_continued)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
 
     def start_once() -> Exit:

@@ -84,22 +84,32 @@ def load_config(path: str) -> tuple[Config, Derive]:
     return config, derive if hasattr(module, "derive") else lambda config, given: config
 
 
-def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
-    """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
+def parse(
+    description: str | None,
+    extra: type[T] = _NoMore,
+    argv: list[str] | None = None,
+    config_of_run: Callable[[str], Config] | None = None,
+) -> tuple[Config, T]:
+    """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`. Without --config, the
+    defaults are `config_of_run(--run_dir)`, if both are given.
 
     tyro prints a wrong value, or the help, and exits (codes 2 and 0). Raise UserError for other mistakes.
     """
-    path, argv = _config_and_others(argv)
-    if not path and not HELP & set(argv):
-        meant = next((word for word in argv if not word.startswith("-")), "configs/small.py")
-        raise UserError(f"--config is missing; try --config={meant}")
-    default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
+    path, argv = _value_and_others("config", argv)
+    run_dir, _ = _value_and_others("run_dir", argv)
+    default, derive = Config(name="NAME"), lambda config, given: config
+    if path:
+        default, derive = load_config(path)
+    elif config_of_run and run_dir and not HELP & set(argv):
+        default = config_of_run(os.path.expanduser(run_dir))
+    else:
+        _require_help(argv)
     both = _read_both(description, extra, argv, default)
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     config = check_types(both.config)
-    if "ratio" in given and (default.ratio is None or {"steps", "epochs"} & given):
-        raise UserError("--ratio gives the steps of configs/nanochat.py: leave out --steps and --epochs, or --ratio")
+    if "ratio" in given and (not path or default.ratio is None or {"steps", "epochs"} & given):
+        raise UserError("--ratio gives the steps of --config=configs/nanochat.py, without --steps and --epochs")
     if "epochs" in given:
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
@@ -112,9 +122,12 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_own(description: str | None, extra: type[T]) -> T:
     """Parse the fields of the dataclass `extra`, of a command that has a config, too. Check the names and types of the
     config's options. Run no config file, but for the help."""
-    _, words = _config_and_others(None)
+    path, words = _value_and_others("config", None)
     if HELP & set(words):
         parse(description, extra)  # which prints it, with the file's defaults
+    _require_known(words, Config, extra)
+    if not path and not _value_and_others("run_dir", words)[0]:
+        _require_help(words)
     both = _read_both(description, extra, words, Config(name="NAME"))
     check_types(both.config)
     return with_homes(check_types(both.extra))
@@ -131,12 +144,19 @@ def refuse_mistakes(parse_options: Callable[[str | None, type[Any]], Any], descr
         sys.exit(Exit.MISTAKE)
 
 
-def _config_and_others(argv: list[str] | None) -> tuple[str | None, list[str]]:
-    """Return the value of --config among these words, by default the command's, and the other words."""
+def _require_help(words: list[str]) -> None:
+    """Raise UserError unless a command without a config is asked for its help."""
+    if not HELP & set(words):
+        meant = next((word for word in words if not word.startswith("-")), "configs/small.py")
+        raise UserError(f"--config is missing; try --config={meant}")
+
+
+def _value_and_others(name: str, argv: list[str] | None) -> tuple[str | None, list[str]]:
+    """Return the value of an option among these words, by default the command's, and the other words."""
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("--config", nargs="?")
+    known.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest="value", nargs="?")
     taken, words = known.parse_known_args(sys.argv[1:] if argv is None else argv)
-    return taken.config, words
+    return taken.value, words
 
 
 def _read_both(description: str | None, extra: type, words: list[str], default: Config) -> Any:
@@ -148,7 +168,7 @@ def _read_both(description: str | None, extra: type, words: list[str], default: 
             ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
         ],
     )
-    about = f"{description or ''}\n\n--config FILE (required) gives every option below its default."
+    about = f"{description or ''}\n\n--config FILE gives every option below its default."
     return _read(kind, words, about, None, Config, extra)
 
 

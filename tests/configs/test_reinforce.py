@@ -18,7 +18,5 @@ def test_every_task_has_a_class_a_name_and_its_tokens():
 
 
 def test_a_task_that_is_missing_in_the_table_is_refused_with_the_table():
-    with pytest.raises(
-        UserError, match=r"--reinforce.task=haiku: TOKENS in configs/reinforce.py .* has sums, gsm8k"
-    ):
+    with pytest.raises(UserError, match=r"--reinforce.task=haiku: TOKENS in configs/reinforce.py .* has sums, gsm8k"):
         tokens_of(replace(ReinforceConfig(), task="haiku"))
