@@ -49,6 +49,7 @@ from interchange.folders import converses
 from model.gpt import parameter_counts
 from model.sampling import Sampling
 from run.record import storage_path
+from serving.model import model_of
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
 
@@ -71,7 +72,8 @@ def main() -> int:
         at = f"http://{arguments.host}:{address.getsockname()[1]}"
         note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
         name = storage_path(arguments.run_dir).name
-        serve(engine, network.tokenizer, name, sampling, address, arguments.host, arguments.queue)
+        model = model_of(network.config, name, network.dataset)
+        serve(engine, network.tokenizer, model, sampling, address, arguments.host, arguments.queue)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:
