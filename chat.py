@@ -3,20 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import jax
 from msgspec import Meta
 
-from configs.command_line import parse_arguments
+from configs.arguments import SamplingArguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import NotNegative, Positive, UserError
-from evaluation.engine import Engine
-from evaluation.network import SamplingArguments, mesh_of_first, open_network, require_chat_tokens
-from hosts.runtime import run_command, start_jax
-from interchange.folders import converses
-from model.gpt import parameter_counts
-from model.sampling import Sampling
-from run.record import storage_path
-from serving.server import listener, serve
-from serving.terminal import Terminal, note
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,23 @@ class Arguments(SamplingArguments):
     """Most requests that wait for a slot. More are refused."""
 
 
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+
+from evaluation.engine import Engine
+from evaluation.network import mesh_of_first, open_network, require_chat_tokens
+from hosts.runtime import run_command, start_jax
+from interchange.folders import converses
+from model.gpt import parameter_counts
+from model.sampling import Sampling
+from run.record import storage_path
+from serving.model import model_of
+from serving.server import listener, serve
+from serving.terminal import Terminal, note
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     if arguments.serve and (arguments.prompt or arguments.system or arguments.tokens or arguments.seed):
@@ -64,7 +72,8 @@ def main() -> int:
         at = f"http://{arguments.host}:{address.getsockname()[1]}"
         note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
         name = storage_path(arguments.run_dir).name
-        serve(engine, network.tokenizer, name, sampling, address, arguments.host, arguments.queue)
+        model = model_of(network.config, name, network.dataset)
+        serve(engine, network.tokenizer, model, sampling, address, arguments.host, arguments.queue)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:

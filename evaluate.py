@@ -9,28 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
-from configs.command_line import parse_arguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.files import in_bucket
 from configs.progress import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
-from data.dataset import Text, open_text, shortest
-from data.loader import held_out_batches
-from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
-from evaluation.core import Task
-from evaluation.evaluator import evaluate
-from evaluation.network import Network, open_network
-from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
-from evaluation.texts import bits_of, compared, figures, read_documents
-from hosts.distributed import on_every_process
-from hosts.runtime import cache_dir, run_command, start_jax
-from run.folder import config_of_run
-from training.mesh import batch_devices, batch_sharding, make_mesh
-from training.state import params_sha256
-from training.step import Batch, make_eval_step
 
 
 @dataclass(frozen=True)
@@ -69,6 +51,29 @@ class Arguments:
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
     """Print one line of JSON instead of a table."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from data.dataset import Text, open_text, shortest
+from data.loader import held_out_batches
+from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
+from evaluation.core import Task
+from evaluation.evaluator import evaluate
+from evaluation.network import Network, open_network
+from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
+from evaluation.texts import bits_of, compared, figures, read_documents
+from hosts.distributed import on_every_process
+from hosts.runtime import cache_dir, run_command, start_jax
+from run.folder import config_of_run
+from training.mesh import batch_devices, batch_sharding, make_mesh
+from training.state import params_sha256
+from training.step import Batch, make_eval_step
 
 
 def main() -> int:
@@ -186,9 +191,10 @@ def evaluate_core(network: Network, tasks: Sequence[Task], folder: Path, benchma
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
     if jax.process_index() == 0:
         write_json(folder / f"{benchmark}.json", facts | results)
-        points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
-        figure = f"{benchmark.upper()} {results[benchmark]:.4f} +- {results[f'{benchmark}_stderr']:.4f}"
-        plot_accuracies(points, f"{network.config.name}, step {network.step}: {figure}", folder / f"{benchmark}.png")
+        low, high = results[f"{benchmark}_interval"]
+        figure = f"{benchmark.upper()} {results[benchmark]:.4f} ({low:.4f} to {high:.4f})"
+        title = f"{network.config.name}, step {network.step}: {figure}"
+        plot_accuracies(results["tasks"], title, folder / f"{benchmark}.png")
     return results
 
 

@@ -8,6 +8,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.command_line import parse_arguments, refuse_mistakes
+from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a run's network for other programs."""
+
+    run_dir: AnyPath
+    """Folder of the run whose newest checkpoint is written, here or at gs://."""
+    out: FilePath
+    """A new folder."""
+    step: Positive[int] | None = None
+    """The checkpoint's step; default: the newest."""
+    format: Literal["hf", "safetensors"] = "hf"
+    """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
+    lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
+    under their own names, with the config and the tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of `hf`'s arrays."""
+    shard_gigabytes: Positive[float] = 2.0
+    """Size of a file in GB: float32 arrays of this size are read and written at a time."""
+    license: str = ""
+    """License of the weights, as Hugging Face names it (`apache-2.0`), for the model card of `hf`."""
+    verify: bool = False
+    """Load the written folder in transformers, and compare its logits with the network's own on text. It needs torch
+    and transformers, and memory for both networks."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +47,6 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Int
 
-from configs.command_line import parse_arguments
-from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
 from data.dataset import join_source, split_source
 from data.tokenizer import load_tokenizer
 from evaluation.network import Network, open_network
@@ -54,31 +84,6 @@ conversation that the template rendered with `add_special_tokens=False`, or it s
 
 The mask of `return_assistant_tokens_mask=True` is empty with this template. For training, `chat_template="training"`
 gives the same tokens and the mask of what the assistant wrote."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Write a run's network for other programs."""
-
-    run_dir: AnyPath
-    """Folder of the run whose newest checkpoint is written, here or at gs://."""
-    out: FilePath
-    """A new folder."""
-    step: Positive[int] | None = None
-    """The checkpoint's step; default: the newest."""
-    format: Literal["hf", "safetensors"] = "hf"
-    """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
-    lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
-    under their own names, with the config and the tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of `hf`'s arrays."""
-    shard_gigabytes: Positive[float] = 2.0
-    """Size of a file in GB: float32 arrays of this size are read and written at a time."""
-    license: str = ""
-    """License of the weights, as Hugging Face names it (`apache-2.0`), for the model card of `hf`."""
-    verify: bool = False
-    """Load the written folder in transformers, and compare its logits with the network's own on text. It needs torch
-    and transformers, and memory for both networks."""
 
 
 def main() -> int:

@@ -6,9 +6,14 @@ the network has just drawn, and their weights are advantages.
 
 import gc
 
-import train
-from configs.command_line import Exit
+from configs.arguments import StartArguments
+from configs.command_line import Exit, parse_own, refuse_mistakes
 from configs.schema import Config
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_own, __doc__, StartArguments)  # before the imports, which take seconds
+
+import train
 from hosts.distributed import on_first_process
 from hosts.preflight import preflight
 from hosts.runtime import run_command
@@ -21,7 +26,7 @@ from run.metrics import Profile
 from run.record import Times, scores
 
 
-def reinforce(config: Config, arguments: train.Arguments, stop: Stop, times: Times) -> Exit:
+def reinforce(config: Config, arguments: StartArguments, stop: Stop, times: Times) -> Exit:
     """Reinforce, or resume, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes fewer
     rows."""
     start.check_processes(config, arguments)

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-from configs.command_line import parse_arguments
+from configs.arguments import SamplingArguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import Positive, UserError
-from evaluation.evaluator import continuations, encode_prompts
-from evaluation.network import SamplingArguments, mesh_of_first, open_network
-from hosts.runtime import run_command, start_jax
 
 
 @dataclass(frozen=True)
@@ -20,6 +18,14 @@ class Arguments(SamplingArguments):
     tokens: Positive[int] | None = None
     """Most tokens of a continuation, which ends with the network's document. They must fit the network's sequence
     length together with the prompt. Default: 128, or as many as fit."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+from evaluation.evaluator import continuations, encode_prompts
+from evaluation.network import mesh_of_first, open_network
+from hosts.runtime import run_command, start_jax
 
 
 def main() -> int:

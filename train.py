@@ -2,13 +2,17 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from configs.arguments import StartArguments
+from configs.command_line import Exit, parse, parse_own, refuse_mistakes
+from configs.messages import LOGGER, ignore_output_errors
+from configs.schema import Config
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_own, __doc__, StartArguments)  # before the imports, which take seconds
 
 import jax
 
-from configs.command_line import Exit, parse
-from configs.messages import LOGGER, ignore_output_errors
-from configs.schema import Config, Positive
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from hosts.distributed import on_first_process
@@ -16,6 +20,7 @@ from hosts.preflight import preflight
 from hosts.runtime import StartAgain, run_command, start_jax
 from hosts.stop import Stop
 from run import ending, start
+from run.base import config_of_continued
 from run.ending import notify_of_failure
 from run.fitting import Fitting
 from run.folder import RunLock
@@ -26,19 +31,7 @@ from run.saver import Saver
 from training.state import TrainState
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Options of this command, not of the run."""
-
-    accept_changes: bool = False
-    """Resume a run although options that change its result differ from the first start's. config.json and metrics.jsonl
-    record the changes."""
-    resume_step: Positive[int] | None = None
-    """Continue from the checkpoint of this step, and move newer ones to newer-checkpoints/. After a jump of the loss,
-    another `--seed` with `--accept_changes` gives the coming steps other rows."""
-
-
-def train(config: Config, arguments: Arguments, stop: Stop, times: Times) -> Exit:
+def train(config: Config, arguments: StartArguments, stop: Stop, times: Times) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
     start.check_processes(config, arguments)
@@ -128,7 +121,7 @@ def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLo
 
 def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
     """Parse the options of a command, and run it. Return its exit code."""
-    config, arguments = parse(what, Arguments)
+    config, arguments = parse(what, StartArguments, config_of_run=config_of_continued)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
 
     def start_once() -> Exit:

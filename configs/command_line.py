@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
+from difflib import SequenceMatcher
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -16,11 +17,14 @@ import msgspec
 import tyro
 
 from configs.messages import repair_streams
-from configs.schema import Config, UserError, hints, options
+from configs.schema import Config, Role, UserError, hints, options, roles
 from configs.validation import check_types, resolved, validate, with_homes
 
 T = TypeVar("T")
 Derive = Callable[[Config, set[str]], Config]
+HELP = {"-h", "--help"}
+TYRO_S_OWN = {"help", "tyro_print_completion", "tyro_write_completion"}
+ALIKE = 0.6  # of names that may be meant, as in difflib.get_close_matches
 
 
 class Exit(IntEnum):
@@ -80,36 +84,32 @@ def load_config(path: str) -> tuple[Config, Derive]:
     return config, derive if hasattr(module, "derive") else lambda config, given: config
 
 
-def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
-    """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
+def parse(
+    description: str | None,
+    extra: type[T] = _NoMore,
+    argv: list[str] | None = None,
+    config_of_run: Callable[[str], Config] | None = None,
+) -> tuple[Config, T]:
+    """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`. Without --config, the
+    defaults are `config_of_run(--run_dir)`, if both are given.
 
-    tyro prints a wrong option, or the help, and exits (codes 2 and 0). Raise UserError for other mistakes.
+    tyro prints a wrong value, or the help, and exits (codes 2 and 0). Raise UserError for other mistakes.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("--config", nargs="?")
-    taken, argv = known.parse_known_args(argv)
-    path = taken.config
-    if not path and not {"-h", "--help"} & set(argv):
-        meant = next((word for word in argv if not word.startswith("-")), "configs/small.py")
-        raise UserError(f"--config is missing; try --config={meant}")
-    default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
-    both = _read(
-        make_dataclass(
-            "Arguments",
-            [
-                ("config", Annotated[Config, tyro.conf.arg(name="")], field(default=default)),
-                ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
-            ],
-        ),
-        _in_tyro_s_spelling(argv, Config, extra),
-        f"{description or ''}\n\n--config FILE (required) gives every option below its default.",
-    )
+    path, argv = _value_and_others("config", argv)
+    run_dir, _ = _value_and_others("run_dir", argv)
+    default, derive = Config(name="NAME"), lambda config, given: config
+    if path:
+        default, derive = load_config(path)
+    elif config_of_run and run_dir and not HELP & set(argv):
+        default = config_of_run(os.path.expanduser(run_dir))
+    else:
+        _require_help(argv)
+    both = _read_both(description, extra, argv, default)
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     config = check_types(both.config)
-    if "ratio" in given and (default.ratio is None or {"steps", "epochs"} & given):
-        raise UserError("--ratio gives the steps of configs/nanochat.py: leave out --steps and --epochs, or --ratio")
+    if "ratio" in given and (not path or default.ratio is None or {"steps", "epochs"} & given):
+        raise UserError("--ratio gives the steps of --config=configs/nanochat.py, without --steps and --epochs")
     if "epochs" in given:
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
@@ -119,23 +119,109 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     return config, with_homes(check_types(both.extra))
 
 
+def parse_own(description: str | None, extra: type[T]) -> T:
+    """Parse the fields of the dataclass `extra`, of a command that has a config, too. Check the names and types of the
+    config's options. Run no config file, but for the help."""
+    path, words = _value_and_others("config", None)
+    if HELP & set(words):
+        parse(description, extra)  # which prints it, with the file's defaults
+    _require_known(words, Config, extra)
+    if not path and not _value_and_others("run_dir", words)[0]:
+        _require_help(words)
+    both = _read_both(description, extra, words, Config(name="NAME"))
+    check_types(both.config)
+    return with_homes(check_types(both.extra))
+
+
+def refuse_mistakes(parse_options: Callable[[str | None, type[Any]], Any], description: str | None, kind: type) -> None:
+    """Parse a command's options before it imports what takes seconds, and end it with a message and code 2 if they are
+    mistaken. The command parses them again, and knows the codes of other errors."""
+    repair_streams()
+    try:
+        parse_options(description, kind)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(Exit.MISTAKE)
+
+
+def _require_help(words: list[str]) -> None:
+    """Raise UserError unless a command without a config is asked for its help."""
+    if not HELP & set(words):
+        meant = next((word for word in words if not word.startswith("-")), "configs/small.py")
+        raise UserError(f"--config is missing; try --config={meant}")
+
+
+def _value_and_others(name: str, argv: list[str] | None) -> tuple[str | None, list[str]]:
+    """Return the value of an option among these words, by default the command's, and the other words."""
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest="value", nargs="?")
+    taken, words = known.parse_known_args(sys.argv[1:] if argv is None else argv)
+    return taken.value, words
+
+
+def _read_both(description: str | None, extra: type, words: list[str], default: Config) -> Any:
+    """Return the words as an object with `config`, in which `default` is overridden, and `extra`."""
+    kind = make_dataclass(
+        "Arguments",
+        [
+            ("config", Annotated[Config, tyro.conf.arg(name="")], field(default=default)),
+            ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
+        ],
+    )
+    about = f"{description or ''}\n\n--config FILE gives every option below its default."
+    return _read(kind, words, about, None, Config, extra)
+
+
 def parse_arguments(
     description: str | None, arguments: type[T], argv: list[str] | None = None, program: str | None = None
 ) -> T:
     """Parse the fields of the dataclass `arguments` alone, for a command that has no config. Raise UserError for a
     value that its field's type does not allow."""
-    words = _in_tyro_s_spelling(sys.argv[1:] if argv is None else argv, arguments)
-    return with_homes(check_types(_read(arguments, words, description, program)))
+    words = sys.argv[1:] if argv is None else argv
+    return with_homes(check_types(_read(arguments, words, description, program, arguments)))
 
 
-def _read(kind: type[T], words: list[str], description: str | None, program: str | None = None) -> T:
-    """Return the words as a `kind`. tyro's messages name `program`, by default the command as typed."""
-    if {"-h", "--help"} & set(words):
+def _read(kind: type[T], words: list[str], description: str | None, program: str | None, *sections: type) -> T:
+    """Return the words as a `kind`, whose options are the fields of `sections`. tyro's messages name `program`, by
+    default the command as typed. Raise UserError for an option that does not exist."""
+    if HELP & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
+    else:
+        _require_known(words, *sections)
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb and notebooks have none
     name = spec.name.removesuffix(".__main__") if spec else ""
     program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
-    return tyro.cli(kind, prog=program, description=description, args=words, use_underscores=True)
+    spelled = _in_tyro_s_spelling(words, *sections)
+    return tyro.cli(kind, prog=program, description=description, args=spelled, use_underscores=True)
+
+
+def _require_known(words: Sequence[str], *sections: type) -> None:
+    """Raise UserError for an option that is not a field of the sections, with those whose names are most like it."""
+    found = {name: of for section in sections for name, of in roles(section).items()}
+    known = [name for name, of in found.items() if Role.FILE not in of]
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        section, dot, last = name.rpartition(".")
+        names = {name, f"{section}{dot}{last.removeprefix('no_')}"}  # tyro's spelling of a switch that is off
+        if not word.startswith("--") or names & {*known, *TYRO_S_OWN}:
+            continue
+        if names & found.keys():
+            raise UserError(f"--{name}: only a config file sets this option")
+        likeness = {option: _likeness(name, option) for option in known}
+        nearest = sorted(known, key=lambda option: likeness[option], reverse=True)[:3]
+        least = max(ALIKE, likeness[nearest[0]][0] - 0.1)
+        alike = [f"--{option}" for option in nearest if likeness[option][0] >= least]
+        meant = f"; did you mean {' or '.join(alike)}?" if alike else ""
+        raise UserError(f"--{name}: there is no such option (--help lists all){meant}")
+
+
+def _likeness(name: str, option: str) -> tuple[float, float]:
+    """Return how much a name is like an option's, between 0 and 1: with the better of its last part, which is 1 if it
+    begins with the name, and the whole; then as a whole."""
+    last, of_option = name.rpartition(".")[2], option.rpartition(".")[2]
+    whole = SequenceMatcher(None, name, option).ratio()
+    part = 1.0 if of_option.startswith(last) else SequenceMatcher(None, last, of_option).ratio()
+    return max(whole, part), whole
 
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:

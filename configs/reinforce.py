@@ -10,9 +10,13 @@ docs/reinforcement.md has what it reaches.
 from math import ceil
 
 from configs import chat
-from configs.schema import Config, UserError, with_options
+from configs.schema import Config, ReinforceConfig, UserError, with_options
 
 ROWS = 8  # a multiple of rows divides over micro-batches and devices
+TOKENS = {"sums": 14, "gsm8k": 768}
+"""Each task's most tokens of a question with its answer."""
+TOKENS_OF_DIGIT = 14
+"""More tokens for each digit that `difficulty` allows in `sums`."""
 
 
 def get_config() -> Config:
@@ -33,10 +37,19 @@ def derive(config: Config, given: set[str]) -> Config:
     options = config.reinforce
     config = chat.derive(config, given | {"batch.tokens_per_step", "init_optimizer"})
     length = config.batch.sequence_length
-    tokens = options.tokens or {"sums": 14 + 14 * options.difficulty, "gsm8k": 768}[options.task]
-    tokens = min(tokens, length)
+    tokens = min(options.tokens or tokens_of(options), length)
     values: dict[str, object] = {"reinforce.tokens": tokens}
     if "batch.tokens_per_step" not in given:
         rows = options.prompts * options.samples / max(length // tokens, 1)
         values["batch.tokens_per_step"] = ceil(rows / ROWS) * ROWS * length
     return with_options(config, values)
+
+
+def tokens_of(options: ReinforceConfig) -> int:
+    """Return the most tokens of a question of the task with its answer. Raise UserError for a task without them."""
+    if options.task not in TOKENS:
+        raise UserError(
+            f"--reinforce.task={options.task}: TOKENS in configs/reinforce.py has no most tokens of a question with "
+            f"its answer for this task; it has {', '.join(TOKENS)}"
+        )
+    return TOKENS[options.task] + (TOKENS_OF_DIGIT * options.difficulty if options.task == "sums" else 0)

@@ -156,7 +156,8 @@ def open_text(
                 advice = f"a smaller --batch.tokens_per_step, a larger --batch.sequence_length{or_cut}; {too_long}"
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
-                f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or {advice}"
+                f"held out; a step takes {needed} rows (--batch.tokens_per_step={rows_per_step * length}), and 1 must "
+                f"be held out: give more text, or {advice}"
             )
         for some, what in ((rows, ""), (held_out, "held-out ")):
             # Usually the first row has a learned token.

@@ -36,7 +36,8 @@ def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
 
 def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], bool]], dict[str, Any]]:
     """Return `benchmark(params, should_stop)` for `eval.tasks`. It returns the lines of metrics.jsonl: the figure, its
-    standard error, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task."""
+    interval of 95%, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task.
+    """
     options = built.config.eval
     tasks = read_tasks(options.tasks, options.bundle, options.items)
     core = benchmark_of(options.tasks, tasks, Network(built.config, text.tokenizer, {}, built.network))
@@ -48,6 +49,8 @@ def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], b
 
         results = core(params, say=stop_if_asked)
         of_tasks = {label: task["centered"] for label, task in results["tasks"].items()}
-        return {name: results[name] for name in (core.name, f"{core.name}_stderr")} | {f"{core.name}_tasks": of_tasks}
+        low, high = results[f"{core.name}_interval"]
+        interval = {"low": low, "high": high}  # TensorBoard draws numbers by name
+        return {core.name: results[core.name], f"{core.name}_interval": interval, f"{core.name}_tasks": of_tasks}
 
     return benchmark

@@ -68,9 +68,9 @@ def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
 
 def _read_task(folder: str, label: str, items: int | None) -> Task:
     kind, made = SETS[label][-1], read_items(folder, label)
+    if not made:
+        raise UserError(f"{folder}/{SETS[label][0]} has no item of {label}")
     order = np.random.default_rng(42).permutation(len(made))[:items]
-    if len(order) < 2:
-        raise UserError(f"{label} has a standard error, so it needs 2 items at least; {len(order)} are taken")
     return Task(label, kind, 0, "", BASELINES[kind], [made[place] for place in order])
 
 

@@ -25,6 +25,7 @@ import yaml
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
+from evaluation.statistics import mean_interval, share_interval
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats, by compute type. A smaller margin may be rounding, and another mesh may decide otherwise."""
@@ -87,11 +88,10 @@ def _read_task(root: Path, entry: dict[str, Any], percent: dict[str, float], mos
             raise UserError(f"{path}, item {number}: not one of a {kind} task ({error!r})") from error
     random.Random(1337).shuffle(task.items)
     items = task.items[:most]
-    least = max(2, shots + 1)  # one item has no standard error
-    if len(items) < least:
+    if len(items) <= shots:
         of = f" ({most} are taken)" if most else ""
-        why = f"shows {shots} others before each item" if shots else "has a standard error"
-        raise UserError(f"{label} {why}, so it needs {least} items at least; {path} has {len(items)}{of}")
+        why = f" shows {shots} others before each item, so it" if shots else ""
+        raise UserError(f"{label}{why} needs {shots + 1} item(s) at least; {path} has {len(items)}{of}")
     return task._replace(items=items)
 
 
@@ -195,7 +195,8 @@ class Core:
             if left:
                 log.extend(self.answered(params, task, left))
             result = figures([task], log)["tasks"][task.label]
-            say(f"{task.label}: {result['accuracy']:.4f} +- {result['stderr']:.4f} of {result['items']} items")
+            low, high = result["interval"]
+            say(f"{task.label}: {result['accuracy']:.4f} ({low:.4f} to {high:.4f}) of {result['items']} items")
         return figures(self.tasks, log, self.name)
 
     def answered(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -209,27 +210,25 @@ class Core:
 
 
 def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]], name: str = "core") -> dict[str, Any]:
-    """Return `name` and each task's accuracy, with standard errors over items, from all items' lines.
+    """Return `name` and each task's accuracy, each with its interval of 95% over items, from all items' lines.
 
     A centred accuracy is 0 for guessing and 1 if all are right. `name` is the mean of the tasks' centred accuracies.
     """
     results = {}
     for task in tasks:
         own = [line for line in lines if line["task"] == task.label]
-        count, accuracy = len(own), sum(line["correct"] for line in own) / len(own)
-        error = math.sqrt(accuracy * (1 - accuracy) / (count - 1))
-        scale = 1 - task.baseline
+        right = sum(line["correct"] for line in own)
+        accuracy = right / len(own)
+        interval = share_interval(accuracy, len(own))
+        centered, *centered_interval = (
+            (share - task.baseline) / (1 - task.baseline) for share in (accuracy, *interval)
+        )
         results[task.label] = {
-            **{"accuracy": accuracy, "stderr": error, "baseline": task.baseline, "items": count},
-            **{"centered": (accuracy - task.baseline) / scale, "centered_stderr": error / scale},
+            **{"accuracy": accuracy, "interval": interval, "baseline": task.baseline, "items": len(own)},
+            **{"centered": centered, "centered_interval": centered_interval},
             **{name: sum(line[field] > 0 for line in own) for name, field in COUNTS.items()},
         }
 
-    def of_tasks(name: str) -> list[float]:
-        return [result[name] for result in results.values()]
-
-    return {
-        name: sum(of_tasks("centered")) / len(results),
-        f"{name}_stderr": math.hypot(*of_tasks("centered_stderr")) / len(results),
-        "tasks": results,
-    }
+    values = [result["centered"] for result in results.values()]
+    interval = mean_interval(values, [result["centered_interval"] for result in results.values()])
+    return {name: sum(values) / len(values), f"{name}_interval": interval, "tasks": results}

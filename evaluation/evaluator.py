@@ -16,6 +16,7 @@ from configs.schema import UserError
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
+from evaluation.statistics import ratio
 from hosts.distributed import on_every_process
 from model import sampling
 from training.build import Build
@@ -31,17 +32,6 @@ class Interrupted(Exception):
 Generate = Callable[..., Int[Array, "batch length"]]
 
 
-def ratio(bits: Sequence[float], sizes: Sequence[float | int]) -> tuple[float, float | None]:
-    """Return total bits over total bytes, and the standard error of this ratio over documents (Cochran, Sampling
-    Techniques, 1977, 6.3). The error is None for a single document."""
-    numerators, denominators = np.array(bits, np.float64), np.array(sizes, np.float64)
-    count, value = len(bits), float(numerators.sum() / denominators.sum())
-    if count < 2:
-        return value, None
-    squares = np.sum((numerators - value * denominators) ** 2)
-    return value, float(math.sqrt(count / (count - 1) * squares) / denominators.sum())
-
-
 def evaluate(
     eval_step: EvalStep,
     params: dict,
@@ -54,10 +44,10 @@ def evaluate(
 
     They count every target that represents text (not the BOS, as in nanochat). In conversations they count every token
     that an assistant writes, end tokens included. The shape of the batches and the mesh do not change the two means.
-    The standard error is over micro-batches, each a stretch of the held-out text; it is None for a single one.
-    `text_bytes` has the bytes of each micro-batch, under its dataset. With two or more `names` of datasets,
-    `val_bpb_of` has the bits per byte of each. `watched` yields the batches, and may show the progress. The devices
-    have at most two of them to do, so an exception of `watched` ends the work soon.
+    The standard error is over each dataset's micro-batches, stretches of its held-out text; it is None if a dataset has
+    a single one. `text_bytes` has the bytes of each micro-batch, under its dataset. With two or more `names` of
+    datasets, `val_bpb_of` has the bits per byte of each. `watched` yields the batches, and may show the progress. The
+    devices have at most two of them to do, so an exception of `watched` ends the work soon.
     """
     sums = []
     for batch in watched(batches):
@@ -66,7 +56,8 @@ def evaluate(
     losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, pair) for pair in sums)))
     of_all = text_bytes.sum(axis=0)
     some = of_all > 0  # a micro-batch may hold no row
-    _, error = ratio((losses[some] / math.log(2)).tolist(), of_all[some].tolist())
+    sources = np.argmax(text_bytes[:, some] > 0, axis=0)
+    _, error = ratio((losses[some] / math.log(2)).tolist(), of_all[some].tolist(), sources.tolist())
 
     def bits(sizes: np.ndarray) -> float | None:
         """Return the bits per byte of a source; None without a byte."""

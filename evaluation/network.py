@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive, UserError
+from configs.schema import Config, MeshConfig, UserError
 from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
@@ -20,25 +20,6 @@ from run.record import fetch_locally
 from training.mesh import make_mesh, sizes_of
 from training.sharded import ShardedNetwork, shard_network
 from training.state import compute_dtype
-
-
-@dataclass(frozen=True)
-class SamplingArguments:
-    """Options of the commands that draw text."""
-
-    run_dir: AnyPath
-    """Folder of the run whose newest checkpoint is used, here or at gs://."""
-    step: Positive[int] | None = None
-    """The checkpoint's step; default: the newest."""
-    temperature: NotNegative[float] = 0.8
-    """0 takes the likeliest token; higher is more varied."""
-    top_k: NotNegative[int] = 50
-    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
-    seed: NotNegative[int] = 0
-    """Seed of the draws."""
-    mesh: MeshConfig = MeshConfig(data=1)
-    """Arrangement of this many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
-    for one."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ class ItemLog(list[dict]):
     """A log of lines. Every process has them; the first one writes them to the file, if there is one."""
 
     def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None):
-        """Open the log at `path`. Its first line is the `facts` that its items depend on. The lines of an earlier start
-        are kept if its facts are the same. Raise UserError if the file cannot be read or written."""
+        """Open the log at `path`. Its first line is the `facts` that its items depend on. It continues an earlier log.
+        Raise UserError if that has other facts, or if the file cannot be read or written."""
         super().__init__(on_first_process(lambda: _open(path, facts or {})) if path else [])
         self.path = path
 
@@ -39,7 +39,14 @@ def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
         path.parent.mkdir(parents=True, exist_ok=True)
         complete = read_if_there(path).split(b"\n")[:-1]  # a complete line ends in a newline
         lines = [json.loads(line) for line in dict.fromkeys(complete)]  # two commands at once wrote one twice
-        lines = lines if lines and lines[0] == facts else [facts]
+        lines = lines or [facts]
+        before = lines[0]
+        differ = [f"{name} {before.get(name)}, now {facts[name]}" for name in facts if before.get(name) != facts[name]]
+        if differ:
+            raise UserError(
+                f"{path} has the items of another evaluation ({'; '.join(differ)}); give --out=FOLDER for this one, or "
+                "remove that file"
+            )
         write_whole(path, to_lines(lines))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); give --out=FOLDER") from error
@@ -83,16 +90,18 @@ def shown(value: Any) -> str:
     return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], title: str, path: Path) -> None:
-    """Draw each task's accuracy with two standard errors to both sides, against the accuracy of guessing."""
+def plot_accuracies(tasks: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw each task's accuracy with its interval, against the accuracy of guessing."""
     from matplotlib.figure import Figure  # a second to import
 
-    labels = list(points)[::-1]
-    accuracy, errors, guessing = zip(*(points[label] for label in labels))
+    labels = list(tasks)[::-1]
+    accuracy = [tasks[label]["accuracy"] for label in labels]
+    guessing = [tasks[label]["baseline"] for label in labels]
+    below = [tasks[label]["accuracy"] - tasks[label]["interval"][0] for label in labels]
+    above = [tasks[label]["interval"][1] - tasks[label]["accuracy"] for label in labels]
     figure = Figure(figsize=(7, 1.2 + 0.28 * len(labels)), layout="constrained")
     axes = figure.add_subplot()
-    both = [2 * (error or 0) for error in errors]
-    axes.errorbar(accuracy, labels, xerr=both, fmt="o", capsize=3, label="accuracy, 2 standard errors")
+    axes.errorbar(accuracy, labels, xerr=[below, above], fmt="o", capsize=3, label="accuracy, 95% interval")
     axes.plot(guessing, labels, "|", color="black", markersize=14, label="guessing")
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.7, len(labels) - 0.3), xlabel="accuracy", title=title)
     axes.grid(alpha=0.3)

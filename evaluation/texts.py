@@ -21,9 +21,9 @@ from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
 from data.prepare.selection import hash_share, text_lost
-from evaluation.evaluator import ratio
 from evaluation.network import Network
 from evaluation.scorer import Question
+from evaluation.statistics import ratio, student_interval
 from hosts.distributed import check_hosts_agree, on_every_process
 
 
@@ -105,10 +105,6 @@ def compared(
 ) -> dict[str, Any]:
     """Return the `difference` in bits per byte, ours less theirs, and its `interval` of 95% by Student's t; None for
     one document. It is paired by document, so a document that is hard for both does not widen the interval."""
-    from scipy.stats import t  # half a second to import
-
     difference, error = ratio((ours - theirs).tolist(), sizes)
-    if error is None:
-        return {"difference": difference, "interval": None}
-    reach = float(t.ppf(0.975, len(sizes) - 1)) * error
-    return {"difference": difference, "interval": [difference - reach, difference + reach]}
+    interval = None if error is None else student_interval(difference, error, len(sizes))
+    return {"difference": difference, "interval": interval}

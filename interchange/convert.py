@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
-from configs.command_line import parse_arguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -34,6 +29,30 @@ from configs.schema import (
     with_options,
 )
 from configs.validation import resolved, validate
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Make a run of a network in another program's format."""
+
+    source: FilePath
+    """Folder of the network."""
+    out: FilePath
+    """The run's folder, a new one."""
+    tokenizer: FilePath = ""
+    """The network's tokenizer, if the source has none: a tokenizer.json, a tokenizer.pkl, or a folder with one."""
+    chat: bool = False
+    """The network was trained on conversations. A chat template, and nanochat's folders, say so themselves."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
 from hosts.runtime import run_command, start_jax
@@ -49,20 +68,6 @@ ARCHITECTURES = ("nanochat", "tokensum")
 """Those that our network computes, as config.json names them."""
 TOKENS_PER_DEVICE = 2**14
 """Tokens of a micro-batch on one device."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Make a run of a network in another program's format."""
-
-    source: FilePath
-    """Folder of the network."""
-    out: FilePath
-    """The run's folder, a new one."""
-    tokenizer: FilePath = ""
-    """The network's tokenizer, if the source has none: a tokenizer.json, a tokenizer.pkl, or a folder with one."""
-    chat: bool = False
-    """The network was trained on conversations. A chat template, and nanochat's folders, say so themselves."""
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ function of the parameters, too: nothing is saved.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import comb, sqrt
+from math import comb
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from data.conversation import render
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from evaluation.network import Network
+from evaluation.statistics import mean_share_interval
 from model.sampling import Sampling
 from reinforcement.tasks import Problem, Task
 from training.build import Build
@@ -179,10 +180,6 @@ def pass_at(k: int, right: Bool[np.ndarray, "problems samples"]) -> Float[np.nda
 
 
 def figures_of(name: str, shares: Float[np.ndarray, "problems"]) -> dict[str, Any]:
-    """Return the mean over problems of their shares of right answers, and its interval of 95% (E. B. Wilson, JASA 22,
-    1927), for as many answers, each right or wrong, as give the mean the same variance."""
-    share, variance, z = float(shares.mean()), float(shares.var()), 1.96
-    count = len(shares) * share * (1 - share) / variance if variance else len(shares)
-    middle, half = share + z * z / (2 * count), z * sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
-    return {name: share, f"{name}_interval": {"low": low, "high": high}}
+    """Return the mean over problems of their shares of right answers, and its interval of 95%."""
+    low, high = mean_share_interval(shares)
+    return {name: float(shares.mean()), f"{name}_interval": {"low": low, "high": high}}

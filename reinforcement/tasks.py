@@ -1,11 +1,12 @@
 """Tasks for reinforcement: questions whose answers can be checked. An answer ends with #### and a number, as in GSM8K.
 
-python -m reinforcement.tasks > sums.jsonl prints conversations of `sums` to fine-tune on before. One in three calls the
-calculator, so a network learns two ways to answer.
+python -m reinforcement.tasks [TASK] > sums.jsonl prints conversations to fine-tune on before, by default of `sums`. One
+in three of these calls the calculator, so a network learns two ways to answer.
 """
 
+import argparse
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -93,5 +94,9 @@ def in_words(number: int) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m reinforcement.tasks", description="Print conversations of a task.")
+    known = [name for name, kind in TASKS.items() if hasattr(kind, "conversation")]
+    parser.add_argument("task", nargs="?", default="sums", choices=known)
+    task: Any = TASKS[parser.parse_args().task](ReinforceConfig(), 0, "")
     for number in range(4000):
-        print(json.dumps(Sums(ReinforceConfig(), 0, "").conversation(number)))
+        print(json.dumps(task.conversation(number)))

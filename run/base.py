@@ -1,4 +1,5 @@
-"""The run that configs/chat.py fine-tunes, with its tokenizer, or the run that it resumes."""
+"""The config of another run: of the one that configs/chat.py fine-tunes or resumes, or of one that continues by its
+folder alone."""
 
 import os
 from contextlib import suppress
@@ -40,6 +41,17 @@ def resumed_run(config: Config) -> Config | None:
         return None
     tokenizer = load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")
     return with_options(resumed, {"data.tokenizer": str(save_in_cache(tokenizer))})
+
+
+def config_of_continued(run_dir: str) -> Config:
+    """Return the config with which a run continues: the recorded one, with the run's own tokenizer if the recorded one
+    is gone. Raise UserError if there is no run."""
+    _, config = config_of_run(run_dir)
+    tokenizer = config.data.tokenizer
+    if not tokenizer or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists():
+        return config
+    home = save_in_cache(load_tokenizer(fetch_locally(run_dir) / "tokenizer"))
+    return with_options(config, {"data.tokenizer": str(home)})
 
 
 def save_in_cache(tokenizer: TextTokenizer) -> Path:

@@ -1,8 +1,9 @@
 """Compile the programs of a run's step, with the rows that fit the devices' memory for `batch.rows_per_device=auto`.
 
-One row is compiled, then the rows that a line expects to fit, then the rows that the line through both expects. A
-compiled program says what it needs. events.jsonl keeps the choice for later starts. If the memory runs out in a step
-all the same, half the rows are chosen, and the run starts again.
+First, the most rows are compiled that surely fit by a rough estimate: all of them, if the network is small for the
+memory. A compiled program says what it needs. Then come the rows that a line through these bytes expects to fit.
+events.jsonl keeps the choice for later starts. If the memory runs out in a step all the same, half the rows are chosen,
+and the run starts again.
 """
 
 import json
@@ -29,10 +30,20 @@ from hosts.machines import (
 from hosts.runtime import StartAgain
 from run.record import Events, Times, local_path, storage_path, upload
 from run.start import describe
-from training.build import SMALLER, Build, build, interpolate, program_bytes, row_counts, stored_bytes
+from training.build import (
+    SMALLER,
+    Build,
+    build,
+    expected_row_bytes,
+    interpolate,
+    program_bytes,
+    row_counts,
+    stored_bytes,
+)
 from training.step import TrainStep
 
 COMPILATIONS = 3
+MARGIN = 1.5  # of what rows are expected to take, for the first compilation
 ROWS = "batch.rows_per_device"
 DECIDE = ("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents", "optimizer.matrices.kind")
 """Beginnings of the options that a program's memory follows from."""
@@ -104,7 +115,7 @@ class Fitting:
             LOGGER.info(describe(built))
             return built, compile_train_steps(built, times)
         best: tuple[Build, TrainSteps] | None = None
-        rows, tried = built.config.batch.rows, {}
+        rows, tried = self.earlier_rows or self._first_rows(built), {}
         while rows and len(tried) < COMPILATIONS:
             if rows != built.config.batch.rows:
                 built = build(with_options(built.config, {ROWS: rows}))
@@ -121,6 +132,8 @@ class Fitting:
                 break
             else:  # with less memory than then
                 rows = self._next(built, tried) if rows == 1 else 1
+            if not best and 1 not in tried and (not rows or len(tried) == COMPILATIONS - 1):
+                rows = 1  # before it is said that nothing fits
         if best is None:
             smaller = " ".join(f"--{name}={value}" for name, value in SMALLER.items())
             raise UserError(
@@ -130,6 +143,13 @@ class Fitting:
         if (rows := best[0].config.batch.rows) != self.earlier_rows:
             on_first_process(lambda: self._record(step, rows))
         return best
+
+    def _first_rows(self, built: Build) -> int:
+        """Return the most rows that an estimate from shapes says fit; one if none does."""
+        stored, of_row = stored_bytes(built), MARGIN * expected_row_bytes(built)
+        # A step has two more copies of the parameters: in the compute type, and as updates.
+        without_rows = sum(stored.values()) + 2 * stored["parameters"]
+        return next((n for n in row_counts(built) if without_rows + n * of_row <= self.limit), 1)
 
     def _next(self, built: Build, tried: dict[int, float]) -> int:
         """Return the rows to compile after `tried` rows, by the line through their bytes; 0 if no better ones are

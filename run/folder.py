@@ -181,11 +181,13 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
         return RunStatus([], 0, 0)
     facts, first = read_config_json(record)
     before = options(first) | {"dataset": facts["dataset"]}
-    now = options(config) | {"dataset": fingerprint}
+    now = options(dataclasses.replace(config, data=absolute(config.data))) | {"dataset": fingerprint}
+    # Another path of the same text is no change.
+    named = {"data.source"} if facts["dataset"] != fingerprint else set()
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if before.get(name) != now[name] and not free_to_change(name)
+        if before.get(name) != now[name] and (name in named or not free_to_change(name))
     ]
     if parameter_shapes(first.model) != parameter_shapes(config.model):
         raise UserError(

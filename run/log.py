@@ -240,7 +240,8 @@ class MetricsLog:
         of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)
         LOGGER.info(f"step {step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{f' ({of})' * bool(of)}")
         for name in {"core", "chatcore"} & results.keys():
-            LOGGER.info(f"step {step}: {name} {results[name]:.4f} +- {results[f'{name}_stderr']:.4f}")
+            interval = results[f"{name}_interval"]
+            LOGGER.info(f"step {step}: {name} {results[name]:.4f} ({interval['low']:.4f} to {interval['high']:.4f})")
 
     def _end_as_hung(self, reason: str) -> None:
         """End this process, from the watchdog's thread."""

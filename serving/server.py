@@ -29,6 +29,7 @@ from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
 from run.checkpoint_files import outside_event_loop
+from serving.model import Model
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
 
@@ -113,7 +114,7 @@ class AnswerResponse(StreamingResponse):
 class Service:
     """The server's answers, by address."""
 
-    def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: str, sampling: Sampling):
+    def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: Model, sampling: Sampling):
         self.batcher, self.tokenizer, self.model, self.sampling = batcher, tokenizer, model, sampling
 
     async def page(self, _: Request) -> Response:
@@ -131,12 +132,13 @@ class Service:
         return JSONResponse(self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        facts = {"id": self.model, "object": "model", "created": 0, "owned_by": "tokensum"}
+        facts = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "tokensum"}
+        facts |= {"about": self.model.about, "examples": self.model.examples}  # for the page
         return facts | {"max_model_len": self.batcher.engine.capacity}
 
     def _require_model(self, model: str | None) -> None:
-        if model not in (None, self.model):
-            message = f"model: there is no {model!r} here; this server answers with {self.model!r}"
+        if model not in (None, self.model.name):
+            message = f"model: there is no {model!r} here; this server answers with {self.model.name!r}"
             raise Refused(message, "model", 404, "model_not_found")
 
     async def chat(self, request: Request) -> Response:
@@ -163,7 +165,7 @@ class Service:
     async def _chunks(self, job: Job, asked: ChatRequest) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer's chunks: the first with its role, the last but one with `finish_reason`, the last with
         `usage`."""
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model.name}
         head["object"] = "chat.completion.chunk"
 
         def chunk(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
@@ -280,7 +282,7 @@ async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.soc
 def serve(
     engine: Engine,
     tokenizer: TextTokenizer,
-    model: str,
+    model: Model,
     sampling: Sampling,
     bound: socket.socket,
     host: str,

@@ -12,7 +12,7 @@ DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_there_is_a_diff_for_each_kind_of_addition():
-    assert len(DIFFS) == PAGE.count("\n## ") == 5
+    assert len(DIFFS) == PAGE.count("\n## ") == 7
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=range(len(DIFFS)))

@@ -5,24 +5,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import numpy as np
 import tyro
 from msgspec import Meta
 
-from configs.command_line import parse_arguments
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.files import is_there, with_retries
 from configs.progress import progress
 from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
-from data.dataset import open_text, read_source
-from data.dataset_folder import Dataset, open_dataset
-from data.loader import RowSequence
-from data.packing import Row, learned, plan_rows
-from data.tokenizer import TextTokenizer
-from hosts.runtime import cache_dir, run_command
-from run.folder import config_of_run
-from run.record import Events, batch_of, reading, storage_path
-
-AT_ONCE = 1000  # documents that are read at a time
 
 
 @dataclass(frozen=True)
@@ -37,6 +26,23 @@ class Arguments:
     """Rows of the batch to show."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens of a row of a dataset folder."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import numpy as np
+
+from data.dataset import open_text, read_source
+from data.dataset_folder import Dataset, open_dataset
+from data.loader import RowSequence
+from data.packing import Row, learned, plan_rows
+from data.tokenizer import TextTokenizer
+from hosts.runtime import cache_dir, run_command
+from run.folder import config_of_run
+from run.record import Events, batch_of, reading, storage_path
+
+AT_ONCE = 1000  # documents that are read at a time
 
 
 class Documents(NamedTuple):

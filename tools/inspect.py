@@ -6,18 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import jax
 import tyro
-from etils import epath
 
-from configs.command_line import Exit, parse_arguments
+from configs.command_line import Exit, parse_arguments, refuse_mistakes
 from configs.files import StorageLost, first_line, in_bucket
 from configs.schema import AnyPath, MeshConfig
-from hosts.runtime import run_command, start_jax
-from run.checkpoint import Checkpoints
-from run.folder import config_of_run
-from run.record import Events, fetch_locally, scores, seconds_by_activity
-from training.build import build
 
 
 @dataclass(frozen=True)
@@ -27,6 +20,19 @@ class Arguments:
 
     run_dir: Annotated[AnyPath, tyro.conf.Positional]
     """Folder of the run, here or at gs://."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
+
+import jax
+from etils import epath
+
+from hosts.runtime import run_command, start_jax
+from run.checkpoint import Checkpoints
+from run.folder import config_of_run
+from run.record import Events, fetch_locally, scores, seconds_by_activity
+from training.build import build
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:

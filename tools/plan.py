@@ -13,10 +13,27 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from configs.command_line import Exit, exit_code_of, parse
+from configs.command_line import Exit, exit_code_of, parse, parse_own, refuse_mistakes
 from configs.files import cache_dir
 from configs.schema import Config, NotNegative, Share, UserError, with_options
 from configs.validation import validate
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    topology: str = ""
+    """The machine: a TPU slice (`v5e:4x4`), GPUs of a node (`h200:8`), or several (`2x v5e:4x4`, `64x h200:8`)."""
+    price: NotNegative[float] = 0.0
+    """US dollars a device and hour."""
+    mfu: Share = 0.4
+    """Share of the devices' peak FLOP/s that the step is taken to reach."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_own, __doc__, Arguments)  # before the imports, which take seconds
+
 from data.dataset import open_text
 from hosts.machines import GIB, HEADROOM
 from hosts.topology import Machine, Topology, machines, name_of
@@ -37,18 +54,6 @@ XLA_GPU_SHARE = 0.76
 """Share of a GPU's memory from which on XLA recomputes activations: 95% of 80%, as GetSchedulerMemoryLimit of
 gpu_hlo_schedule.cc has it for arguments that are small."""
 MFU_SOURCE = "measured on one H100 at depth 12: 49% plain, 38% with all options; nothing else was measured"
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Options of this command, not of the run."""
-
-    topology: str = ""
-    """The machine: a TPU slice (`v5e:4x4`), GPUs of a node (`h200:8`), or several (`2x v5e:4x4`, `64x h200:8`)."""
-    price: NotNegative[float] = 0.0
-    """US dollars a device and hour."""
-    mfu: Share = 0.4
-    """Share of the devices' peak FLOP/s that the step is taken to reach."""
 
 
 class Plan(NamedTuple):
@@ -203,13 +208,9 @@ def changes(before: Config, plan: Plan) -> str:
     return " ".join(f"--{name}={new[name]}" for name in names if new[name] != old[name]) or "as given"
 
 
-def plan(config: Config, arguments: Arguments) -> int:
-    """Print the plan. Raise UserError for a topology that does not exist, and for sizes that do not divide."""
-    if not arguments.topology:
-        raise UserError("--topology is missing: the machine to plan for, as --topology=v5e:16x16 or h200:8")
-    topology = parse_topology(arguments.topology)
+def plan(config: Config, topology: Topology, devices: Any, arguments: Arguments) -> int:
+    """Print the plan for these devices of a topology. Raise UserError for sizes that do not divide."""
     config = with_steps(config)
-    devices = devices_of(arguments.topology)
     from training.build import SMALLER
     from training.state import compute_dtype
 
@@ -232,7 +233,12 @@ def plan(config: Config, arguments: Arguments) -> int:
 
 
 def main() -> int:
-    return plan(*parse(__doc__, Arguments))
+    arguments = parse_own(__doc__, Arguments)
+    if not arguments.topology:
+        raise UserError("--topology is missing: the machine to plan for, as --topology=v5e:16x16 or h200:8")
+    topology, devices = parse_topology(arguments.topology), devices_of(arguments.topology)
+    config, _ = parse(__doc__, Arguments)  # after the compilers are found: nanochat.py prints what it derives
+    return plan(config, topology, devices, arguments)
 
 
 if __name__ == "__main__":

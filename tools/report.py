@@ -27,6 +27,7 @@ AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
+LEAST_WAIT = 0.001  # share of the time; a plot of less would be empty
 SMALL_SHARE = 0.05  # of waiting, which the axis shows at least: microseconds do not look large
 
 
@@ -189,6 +190,15 @@ def traces(plot: Plot, runs: list[Run]) -> list[dict]:
     return drawn
 
 
+def shows_something(plot: Plot, lines: list[dict]) -> bool:
+    """Return whether a plot's lines can be seen: not the batch without a noise scale, and not a wait of no time."""
+    if plot.id == "noise":
+        return any(not line["name"].endswith("batch") for line in lines)
+    if plot.id == "waiting":
+        return any(value >= LEAST_WAIT for line in lines for value in line["y"])
+    return True
+
+
 def six_digits(values: list[float]) -> list[float]:
     """Return rounded values, which halve the page's size without a visible change."""
     return [float(f"{value:.6g}") for value in values]
@@ -305,7 +315,7 @@ def page(runs: list[Run]) -> str:
     for run in runs:
         add_ratios(run.lines)
         add_noise_scales(run.lines)
-    drawn = [(plot, lines) for plot in PLOTS if (lines := traces(plot, runs))]
+    drawn = [(plot, lines) for plot in PLOTS if (lines := traces(plot, runs)) and shows_something(plot, lines)]
     axes = []
     for run in runs:
         steps = sorted({line["step"] for line in run.lines})

@@ -21,13 +21,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from scipy.special import stdtrit  # JAX depends on SciPy
-
-from configs.command_line import Exit, exit_code_of, parse
+from configs.command_line import Exit, exit_code_of, parse, parse_own, refuse_mistakes
 from configs.files import is_there, write_picture, write_whole
 from configs.schema import MEASURED, Config, FilePath, NotNegative, Role, UserError, options, roles, with_options
 from configs.validation import require_steps
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    out: FilePath = ""
+    """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
+    trial: NotNegative[int] = 0
+    """Steps of a short run, at least 16 (for the noise scale twice as many). 0: 1% of the run's, at least two warmups.
+    Rates are not tried if their trials take more than half of the run's steps."""
+
+
+if __name__ == "__main__":
+    refuse_mistakes(parse_own, __doc__, Arguments)  # before the imports, which take seconds
+
+import numpy as np
+from scipy.special import stdtrit  # JAX depends on SciPy
+
 from hosts.machines import GIB
 from hosts.runtime import ROOT, code_digest, versions
 from run.record import read_metrics, scores
@@ -46,17 +62,6 @@ OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|more memory than") 
 # Options of every short run. They change no loss.
 SHORT = MEASURED | {"eval.prompts": (), "eval.every_steps": 10**9}
 DEVICES = "import jax; devices = jax.devices(); print(len(devices), devices[0].device_kind)"
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Options of this command, not of the run."""
-
-    out: FilePath = ""
-    """The folder for the short runs, the pictures and tune.md; `runs/NAME-tune` unless given."""
-    trial: NotNegative[int] = 0
-    """Steps of a short run, at least 16 (for the noise scale twice as many). 0: 1% of the run's, at least two warmups.
-    Rates are not tried if their trials take more than half of the run's steps."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,16 @@ def stored_bytes(built: Build) -> dict[str, int]:
     }
 
 
+def expected_row_bytes(built: Build) -> int:
+    """Return the bytes on a device that a row of a micro-batch takes, roughly, from shapes alone: what the backward
+    pass reads of each block, and three arrays of logits, all in float32. A compiled program says what it really needs.
+    """
+    model = built.config.model
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    of_blocks = model.depth * (12 * model.width + 2 * heads)
+    return 4 * built.batch_shape[2] * (of_blocks + 3 * model.vocab_size // model.loss_chunks)
+
+
 def program_bytes(compiled: Any) -> int:
     """Return the bytes on a device that a compiled program asks for, by its own analysis: arguments, results,
     temporaries."""

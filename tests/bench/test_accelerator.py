@@ -6,8 +6,8 @@ import shlex
 import sys
 
 import bench.chaos
-import train
 from bench import accelerator
+from configs.arguments import StartArguments
 from configs.command_line import parse, parse_arguments
 
 
@@ -29,7 +29,7 @@ def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     chaos = next(part.command for part in parts if part.name == "kill and resume")
     monkeypatch.setattr(sys, "argv", chaos[2:])
     arguments = parse_arguments(None, bench.chaos.Arguments)
-    config, _ = parse(None, train.Arguments, [f"--config={arguments.config}", *shlex.split(arguments.options)])
+    config, _ = parse(None, StartArguments, [f"--config={arguments.config}", *shlex.split(arguments.options)])
     assert config.mesh.fsdp == 2 and config.model.depth == 4 and config.batch.tokens_per_step == 65536
 
 

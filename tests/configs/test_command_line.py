@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 import sample
-from configs.command_line import config_from_json, load_config, parse, parse_arguments
+import train
+from configs.arguments import StartArguments
+from configs.command_line import config_from_json, load_config, parse, parse_arguments, parse_own
 from configs.schema import Config, EvalConfig, Role, UserError, hints, options
 from configs.validation import validate
 
@@ -103,13 +107,11 @@ def test_a_command_without_config_refuses_values_of_wrong_types(words, message, 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--batch.rows_per_devices=4", "--batch.rows_per_device"),
-        ("--accept_changes", "--accept_changes"),
         ("--steps=1.5", "1.5"),
         ("stray", "stray"),
     ],
 )
-def test_unknown_options_exit_with_code_2_and_are_named(word, message, capsys):
+def test_wrong_values_exit_with_code_2_and_are_named(word, message, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse("", argv=[f"--config={SMALL}", word])
     assert exit_info.value.code == 2
@@ -174,3 +176,49 @@ def test_config_survives_json(config):
     back = config_from_json(json.dumps(dataclasses.asdict(config)))
     assert back == config
     assert hash(back) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "meant"),
+    [
+        (sample, "--max_tokens=5", "--tokens"),
+        (sample, "--temp=1", "--temperature"),
+        (evaluate, "--task=core", "--tasks"),
+        (train, "--depth=3", "--model.depth"),
+        (train, "--batch.rows_per_devices=4", "--batch.rows_per_device"),
+        (train, "--seq_len=3", "--batch.sequence_length"),
+        (train, "--accept_change", "--accept_changes"),
+    ],
+)
+def test_a_mistyped_option_is_answered_with_the_nearest(command, word, meant, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command", word])
+    with pytest.raises(
+        UserError, match=rf"^{word.partition('=')[0]}: there is no such option.*; did you mean {meant}\?$"
+    ):
+        parse_own(None, StartArguments) if command is train else parse_arguments(None, command.Arguments)
+
+
+def test_a_name_like_no_other_and_an_option_of_config_files_have_their_own_answers():
+    with pytest.raises(UserError, match=r"^--lr: there is no such option \(--help lists all\)$"):
+        parse(None, argv=[f"--config={SMALL}", "--lr=1"])
+    with pytest.raises(UserError, match=r"^--data.workers: only a config file sets this option$"):
+        parse(None, argv=[f"--config={SMALL}", "--data.workers=1"])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("chat", "evaluate", "export", "interchange.convert", "reinforce", "sample"),
+        *("tools.dataset", "tools.inspect", "tools.plan", "tools.tune", "train"),
+    ],
+)
+def test_mistakes_are_refused_before_slow_imports(module):
+    """Run the command without the modules that take seconds to import."""
+    slow = ("jax", "flax", "optax", "grain", "orbax", "numpy", "pyarrow")
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({slow})); sys.argv = ['{module}', '--mistyped=1']; "
+        f"runpy.run_module('{module}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --mistyped: there is no such option"), done.stderr
+    assert done.stderr.count("\n") == 1

@@ -185,7 +185,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
 def test_text_that_does_not_fit_the_run_is_refused(made, cache):
     for options, says in (
         ({"vocab_size": SIZE - 1}, "--model.vocab_size=299 is too small"),
-        ({"rows": 10**6}, "a step takes 1000000"),
+        ({"rows": 10**6}, "a step takes 1000000 rows (--batch.tokens_per_step="),
         ({"length": 10**6}, "gives 0 rows of 1000000 tokens"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):

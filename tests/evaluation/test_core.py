@@ -79,11 +79,14 @@ def test_core_is_the_mean_of_centred_accuracies():
     line = lambda task, correct: {"task": task, "correct": correct, "tie": correct, "cut": 3, "unscored": 0}
     results = figures(tasks, [line("a", i < 5) for i in range(10)] + [line("b", i < 1) for i in range(5)])
     a, b = results["tasks"]["a"], results["tasks"]["b"]
-    assert a["accuracy"] == 0.5 and a["centered"] == pytest.approx(1 / 3) and a["stderr"] == pytest.approx(1 / 6)
-    assert b["centered"] == 0.2 and b["centered_stderr"] == b["stderr"] == pytest.approx(0.2)
+    assert a["accuracy"] == 0.5 and a["centered"] == pytest.approx(1 / 3)
+    assert a["interval"] == pytest.approx([0.2366, 0.7634], abs=1e-4)
+    assert a["centered_interval"] == pytest.approx([(0.2366 - 0.25) / 0.75, (0.7634 - 0.25) / 0.75], abs=1e-4)
+    assert b["centered"] == 0.2 and b["centered_interval"] == b["interval"] == pytest.approx([0.0362, 0.6245], abs=1e-4)
     assert (a["ties"], a["cut"], a["unscored"]) == (5, 10, 0)
     assert results["core"] == pytest.approx((1 / 3 + 0.2) / 2)
-    assert results["core_stderr"] == pytest.approx(np.hypot(1 / 6 / 0.75, 0.2) / 2)
+    below, above = np.hypot(0.2634 / 0.75, 0.2 - 0.0362) / 2, np.hypot(0.2634 / 0.75, 0.6245 - 0.2) / 2
+    assert results["core_interval"] == pytest.approx([results["core"] - below, results["core"] + above], abs=1e-4)
 
 
 def test_an_option_without_its_own_token_is_chosen_only_if_first(bundle):
@@ -111,13 +114,23 @@ def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle
     evaluate = lambda: evaluate_core(network(), read_bundle(str(bundle), None), tmp_path)
     results = evaluate()
     assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
-    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if " +- " in line] == LABELS
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if " items" in line] == LABELS
     log, (facts, *lines) = tmp_path / "items.jsonl", (tmp_path / "items.jsonl").read_text().splitlines(keepends=True)
     first = [line for line in lines if json.loads(line)["task"] in LABELS[:4]]
     log.write_text("".join([facts, *first, '{"task": "schema", "it']))  # a kill leaves half a line
     assert evaluate() == results
     assert log.read_text() == "".join([facts, *lines])
-    assert ItemLog(log, json.loads(facts) | {"step": 4}) == []  # another network
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "bfloat16"), ("bundle", "b"), ("params_sha256", "c")])
+def test_an_evaluation_of_another_kind_deletes_no_items(tmp_path, name, value):
+    facts = {"bundle": "a", "dtype": "float32", "params_sha256": "b"}
+    ItemLog(tmp_path / "items.jsonl", facts).extend({"item": i} for i in range(4))
+    before = (tmp_path / "items.jsonl").read_bytes()
+    with pytest.raises(UserError, match=rf"items.jsonl .*\({name} {facts[name]}, now {value}\); give --out=FOLDER"):
+        ItemLog(tmp_path / "items.jsonl", facts | {name: value})
+    assert (tmp_path / "items.jsonl").read_bytes() == before
+    assert len(ItemLog(tmp_path / "items.jsonl", facts)) == 4
 
 
 def test_a_kill_loses_few_lines_and_two_commands_at_once_add_none(tmp_path):
@@ -168,11 +181,13 @@ CHOICES = "eval_data/some/choices.jsonl"
         ("core.yaml", "tasks: [1", "core.yaml or eval_meta_data.csv is damaged"),
         ("eval_data/some/schema.jsonl", None, "schema.jsonl cannot be read"),
         (CHOICES, ITEM + '{"query": "a", "choices": [], "gold": 0}', "choices.jsonl, item 2: not one"),
-        (CHOICES, ITEM, "has a standard error, so it needs 2 items at least; .*choices.jsonl has 1$"),
+        (CHOICES, "", "^choices needs 1 item.s. at least; .*choices.jsonl has 0$"),
     ],
 )
 def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content, message):
-    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* needs 5 items .* has 4 \(4 are taken\)"):
+    with pytest.raises(
+        UserError, match=r"choices_with_shots shows 4 .* needs 5 item.s. at least.* has 4 \(4 are taken\)"
+    ):
         read_bundle(str(bundle), 4)
     path = shutil.copytree(bundle, tmp_path / "bundle") / file
     if content is None:

@@ -41,6 +41,14 @@ def test_a_single_micro_batch_has_no_error_and_empty_ones_do_not_count():
     assert result["val_bpb_stderr"] is None and result["val_loss"] == 5 / 4
 
 
+def test_the_variance_between_the_sources_of_a_mixture_is_no_error():
+    losses, sizes = np.array([[6.0, 6.2, 13.0, 13.2]]), np.array([[10, 10, 0, 0], [0, 0, 10, 10]])
+    result = of_sums(losses, np.full((1, 4), 4), sizes, ("low", "high"))
+    assert result["val_bpb_stderr"] == pytest.approx(math.sqrt(0.08) / 40 / math.log(2))
+    few = of_sums(losses[:, :3], np.full((1, 3), 4), sizes[:, :3], ("low", "high"))
+    assert few["val_bpb_stderr"] is None  # nothing is known of the variance of `high`
+
+
 def test_each_dataset_of_a_mixture_has_its_bits_per_byte():
     losses, sizes = np.array([[4.0, 6.0, 3.0, 0.0]]), np.array([[10, 20, 0, 0], [0, 0, 30, 0], [0, 0, 0, 0]])
     result = of_sums(losses, np.array([[4, 4, 4, 0]]), sizes, ("a", "b", "none"))

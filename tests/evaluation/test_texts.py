@@ -14,7 +14,7 @@ from configs.schema import UserError
 from data.prepare.corpus import Document
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import TextTokenizer
-from evaluation.evaluator import ratio
+from evaluation.statistics import ratio
 from evaluation.texts import bits_of, compared, figures, read_documents
 from model.gpt import GPT
 from model.loss import softcap

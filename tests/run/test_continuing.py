@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from data.tokenizer import load_tokenizer
+from run.base import config_of_continued
 from run.record import Events, read_metrics
 from tests.test_train import run, write_folder
 
@@ -58,6 +60,45 @@ def losses(run_dir: Path) -> dict[int, float]:
 def content(run_dir: Path) -> dict[str, bytes]:
     files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
     return {str(path): path.read_bytes() for path in files}
+
+
+def test_a_run_continues_by_its_folder_alone_also_after_a_move(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder / "finished", tmp_path / "moved")
+    assert run("train", monkeypatch, "--run_dir=moved", devices=1) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert run("train", monkeypatch, "--run_dir=moved", "--steps=8", devices=1) == 2
+    assert "\n  steps: 6 -> 8\n" in capsys.readouterr().err
+    assert run("train", monkeypatch, "--run_dir=moved", *LONGER, devices=1) == 0
+    assert [*losses(tmp_path / "moved")] == [*range(1, 9)]
+    before, now = (json.loads((of / "config.json").read_text()) for of in (folder / "finished", tmp_path / "moved"))
+    assert now["config"] == before["config"] | {"steps": 8, "run_dir": "moved"}
+    assert run("train", monkeypatch, "--run_dir=nowhere", devices=1) == 2
+    assert "nowhere holds no run" in capsys.readouterr().err
+
+
+def test_a_run_whose_tokenizer_was_elsewhere_continues_with_its_own(folder, tmp_path, monkeypatch):
+    run_dir = copy_of(folder, "of-a-tokenizer")
+    record = json.loads((run_dir / "config.json").read_text())
+    record["config"]["data"]["tokenizer"] = "/gone/tokenizer"
+    (run_dir / "config.json").write_text(json.dumps(record))
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    own = config_of_continued(str(run_dir)).data.tokenizer
+    assert load_tokenizer(own).sha256 == load_tokenizer(run_dir / "tokenizer").sha256
+
+
+def test_options_that_differ_are_listed_before_the_tokenizer_that_follows_from_them(folder, monkeypatch, capsys):
+    copy_of(folder, "other")
+    (folder / "others").mkdir()
+    for i in range(40):
+        (folder / "others" / f"{i}.txt").write_text(" ".join(f"{n:x}" for n in range(1000 * i, 1000 * i + 500)))
+    before = content(folder / "other")
+    assert start(monkeypatch, folder, "--run_dir=other", "--data.source=others", "--steps=7") == 2
+    said = capsys.readouterr().err
+    assert f"  steps: 6 -> 7\n  data.source: {folder}/text -> {folder}/others\n  dataset: " in said
+    assert content(folder / "other") == before
+    accepted = ("--run_dir=other", "--data.source=others", "--accept_changes")
+    assert start(monkeypatch, folder, *accepted) == 2 and "has another tokenizer" in capsys.readouterr().err
 
 
 LONGER, FEWER = ("--steps=8", "--accept_changes"), ("--steps=4", "--accept_changes")

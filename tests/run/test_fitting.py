@@ -80,6 +80,7 @@ def compiling(patch, needs) -> list[int]:
     patch.setattr(jax, "devices", lambda *_: some)
     patch.setattr(module, "build", lambda config: built._replace(config=config))  # a build takes a second
     patch.setattr(module, "compile_train_steps", compile_train_steps)
+    patch.setattr(module, "expected_row_bytes", lambda _: 1024 * 100)
     patch.setattr(module, "stored_bytes", lambda _: {"parameters": 1024 * 800, "held-out rows": 0})
     return compiled
 
@@ -100,14 +101,18 @@ def limit(patch, kib: float) -> None:
 @pytest.mark.parametrize(
     ("needs", "kib", "tried"),
     [
-        (lambda rows: 1000 + 100 * rows, 9000, [1, 16, 64]),  # 800 KiB are there without rows
-        (lambda rows: 800 + 100 * rows, 4200, [1, 32]),
-        (lambda rows: 800 + 100 * rows**1.2, 4200, [1, 32, 16]),
-        (lambda rows: 800 + 100 * rows if rows < 33 else None, 8000, [1, 64, 32]),  # refused without a number
+        # 800 KiB are there without rows, and a row is expected to take 100. The first try has a margin.
+        (lambda rows: 1000 + 100 * rows, 20_000, [64]),  # a small network for the memory
+        (lambda rows: 1000 + 100 * rows, 9000, [32, 64]),
+        (lambda rows: 800 + 100 * rows, 4200, [8, 32]),
+        (lambda rows: 800 + 100 * rows**1.2, 4200, [8, 16]),
+        (lambda rows: 800 + 100 * rows if rows < 33 else None, 8000, [32, 64]),  # refused without a number
+        (lambda rows: 800 + 1000 * rows, 4200, [8, 2]),  # far more than expected
+        (lambda rows: 800 + 10_000 * (rows > 1), 4200, [8, 2, 1]),
         (lambda rows: 800 + 100 * rows, 900, [1]),
     ],
 )
-def test_rows_follow_the_line_through_what_was_compiled(asked, monkeypatch, needs, kib, tried):
+def test_rows_follow_an_estimate_and_then_the_line_through_what_was_compiled(asked, monkeypatch, needs, kib, tried):
     compiled = compiling(monkeypatch, needs)
     limit(monkeypatch, kib)
     config = fit(asked)
@@ -225,7 +230,8 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
 
     monkeypatch.setattr(MetricsLog, "step", fail)
     failing.append("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-    code, _, said = train(monkeypatch, capfd, "halved", "--model.depth=1")
+    code, programs, said = train(monkeypatch, capfd, "halved", "--model.depth=1")
+    assert [rows for rows, _ in programs] == ["16", "8"]  # each start compiles once
     assert code == Exit.COMPLETE and "out of memory: --batch.rows_per_device=8 from here on" in said
     assert "continuing after step 2 of 4" in said
     events = Events("halved").read()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chromium import PROGRAM, Chromium
-from tests.serving.test_server import TOKENIZER, FakeEngine, endless, served, spell, wait_until
+from tests.serving.test_server import MODEL, TOKENIZER, FakeEngine, endless, served, spell, wait_until
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
@@ -21,6 +21,12 @@ def test_a_conversation_on_the_page(tmp_path):
 
         browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
         browser.open(root := str(client.base_url.join("/")))
+        browser.wait_for("document.getElementById('start') != null")
+        assert browser.value("[...start.children].map((part) => part.textContent)") == [
+            "tiny",
+            MODEL.about,
+            *MODEL.examples,
+        ]
         browser.value("set.click(), system.value = 'Be brief.', temperature.value = 0.3")
         say("first")
         browser.wait_for("messages.length == 2")
@@ -50,6 +56,11 @@ def test_a_conversation_on_the_page(tmp_path):
         browser.wait_for("document.getElementById('status').textContent.includes('leave room for an answer')")
         assert browser.value("messages.length == 4 && text.value.startsWith('third')")
         browser.value("document.getElementById('new').click()")
-        assert browser.value("messages.length == 0 && log.textContent == ''")
+        assert browser.value("messages.length == 0 && start.querySelectorAll('button').length == 3")
+        browser.value("start.querySelector('button').click()")
+        browser.wait_for("log.textContent.includes('word word word')")
+        assert browser.value("log.querySelector('.user').textContent") == MODEL.examples[0]
+        browser.value("send.click()")
+        browser.wait_for("!running")
         urls = {event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")}
         assert urls == {root, f"{root}v1/models", f"{root}v1/chat/completions"}

@@ -28,12 +28,14 @@ from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import convert_tiktoken
 from interchange.convert import write_run
 from model.sampling import Sampling
+from serving.model import Model
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
 from serving.text import AnswerText
 from tests.evaluation.test_engine import network
 from tests.ports import free_ports
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
+MODEL = Model("tiny", "0.1 M parameters, trained on words", ("first?", "second?", "third?"))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -98,7 +100,7 @@ def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
     """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
     batcher = Batcher(engine, queue)
     server, bound = (
-        make_server(Service(batcher, TOKENIZER, "tiny", Sampling(top_k=40)), "mine"),
+        make_server(Service(batcher, TOKENIZER, MODEL, Sampling(top_k=40)), "mine"),
         listener("127.0.0.1", 0),
     )
     with ThreadPoolExecutor(1) as pool:
@@ -314,7 +316,7 @@ def test_a_notebook_s_cell_serves_until_it_is_interrupted(monkeypatch):
 
     async def cell() -> None:
         interrupting.start()
-        serve(FakeEngine(echo), TOKENIZER, "tiny", Sampling(), bound, "127.0.0.1", 4)  # pyright: ignore
+        serve(FakeEngine(echo), TOKENIZER, MODEL, Sampling(), bound, "127.0.0.1", 4)  # pyright: ignore
 
     asyncio.run(cell())
 

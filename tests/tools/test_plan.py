@@ -35,11 +35,14 @@ NARROW |= {"batch.sequence_length": 256, "batch.tokens_per_step": 65_536, "eval.
         (["--config=none.py", V5E], "--config=none.py"),
         (["--topology=h100:8", "--epochs=1", "--data.source=nowhere"], "nowhere"),
         ([V5E], "no libtpu"),
+        (["--config=configs/nanochat.py", V5E], "no libtpu"),  # before it prints rates
+        (["--topology=v5e-8"], "; did you mean v5e:2x4?"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
-    missing = Mock(side_effect=RuntimeError("Unable to initialize backend: no libtpu"))
-    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    missing = RuntimeError("Unable to initialize backend: no libtpu")
+    described = Mock(side_effect=missing if text == "no libtpu" else None)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
     given = [] if any(word.startswith("--config") for word in words) else ["--config=configs/plain.py"]
     monkeypatch.setattr(sys, "argv", ["plan", *given, *words])
     code = exit_code_of(plan.main, "")

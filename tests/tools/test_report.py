@@ -27,7 +27,6 @@ def runs(tmp_path_factory) -> list[str]:
     more = {
         "peak_memory_bytes": 7e10,
         "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 9000.0}},
-        "data_wait": 2e-6,
     }
     return [
         str(write_run(folder / "d12", name="d12", line=more)),
@@ -61,7 +60,7 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
         axis = "document.getElementById('{}')._fullLayout.{}.range"
         assert len({tuple(browser.value(axis.format(plot, "xaxis"))) for plot in PLOTS}) == 1
         low, high = browser.value(axis.format("waiting", "yaxis"))
-        assert low == 0 and high >= report.SMALL_SHARE  # microseconds of waiting are drawn as nothing
+        assert low == 0 and high >= report.SMALL_SHARE  # 1% of waiting does not look large
         loss = "document.getElementById('loss')"
         assert browser.value(f"Math.max(...{loss}.data.flatMap((trace) => trace.x))") == 400 * 131_072
         browser.value("document.querySelector('input[value=step]').click()")
@@ -75,6 +74,17 @@ def test_the_page_fetches_nothing_and_every_plot_has_its_lines(runs, tmp_path, m
         assert browser.value(f"{sample}.dir") == "auto"  # Arabic runs from right to left
         asked = {request["request"]["url"].partition(":")[0] for request in browser.seen("Network.requestWillBeSent")}
         assert asked <= {"file", "data"} and not browser.seen("Runtime.exceptionThrown")
+
+
+def test_a_plot_that_would_be_empty_is_left_out(tmp_path):
+    """A run without diagnostics has the batch, but no noise scale to compare with it; microseconds of waiting are no
+    line to see."""
+    folder = write_run(tmp_path / "run", diagnostics=False, line={"data_wait": 2e-6})
+    page = report.page([report.read_run(folder)])
+    assert 'id="noise"' not in page and 'id="waiting"' not in page and 'id="loss"' in page
+    others = [write_run(tmp_path / name, name=name, line={"data_wait": 0.02}) for name in ("one", "two")]
+    page = report.page([report.read_run(other) for other in others])
+    assert 'id="noise"' in page and 'id="waiting"' in page
 
 
 def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):

@@ -26,13 +26,18 @@ CORES = {
 memory (docs.nvidia.com: CUDA C++ programming guide, technical specifications)."""
 
 
+COUNTED = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
+"""What Google's names of slices count of a chip: v4-8 and v5p-8 have 8 cores, v5e-8 and v6e-8 have 8 chips."""
+
+
 def parse_topology(text: str) -> Topology:
     """Parse `v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`. Raise UserError for others, for kinds that
     hosts/machines.toml does not describe, and for slices that are larger than a pod."""
     form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
     if form is None:
         right = "a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them ('2x v5e:4x4')"
-        raise UserError(f"--topology={text}: give {right}")
+        meant = f"; did you mean {name}?" if (name := named_by_clouds(text)) else ""
+        raise UserError(f"--topology={text}: give {right}{meant}")
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
     kind, known = topology.kind, machines()
     if kind not in known:
@@ -45,6 +50,21 @@ def parse_topology(text: str) -> Topology:
         several = f"take several slices: '2x {kind}:...'"
         raise UserError(f"--topology={text}: a pod of {kind} has {known[kind].pod:,} chips; {several}")
     return topology
+
+
+def named_by_clouds(text: str) -> str:
+    """Return the topology that clouds name by its kind and size (`v5e-8`, `v5p-8`, `h100-8`); empty for other texts."""
+    form = re.fullmatch(r"([a-z]\w*)-([1-9]\d*)", text.strip().lower())
+    machine = machines().get(form[1]) if form else None
+    if form is None or machine is None or not (machine.gpu or machine.kind in COUNTED):
+        return ""
+    if machine.gpu:
+        return f"{machine.kind}:{form[2]}"
+    chips, sides = int(form[2]) // COUNTED[machine.kind], [1] * (machine.directions // 2)
+    while prod(sides) < chips:
+        sides[sides.index(min(sides))] *= 2
+    ones_last = sorted(sides, key=lambda side: (side == 1, side))
+    return f"{machine.kind}:{'x'.join(map(str, ones_last))}" if prod(sides) == chips else ""
 
 
 def target_config(machine: Machine) -> str:

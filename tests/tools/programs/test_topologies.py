@@ -10,7 +10,7 @@ from configs.schema import DATA_AXES, MeshConfig, UserError, with_options
 from hosts.topology import Topology
 from model.gpt import parameter_counts
 from tools.programs.compiled import collectives, compile_step
-from tools.programs.topologies import devices_of, parse_topology
+from tools.programs.topologies import devices_of, named_by_clouds, parse_topology
 from training.build import build
 from training.mesh import axes_between
 
@@ -32,6 +32,16 @@ def test_topologies_are_read(text, topology, devices):
 @pytest.mark.parametrize("text", ["v5e", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "h200:2x4", "v5p-96"])
 def test_an_invalid_topology_is_refused_with_valid_ones(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [("v5e-8", "v5e:2x4"), ("v6e-16", "v6e:4x4"), ("v5p-8", "v5p:2x2x1"), ("v4-64", "v4:2x4x4"), ("h100-8", "h100:8")],
+)
+def test_a_cloud_s_name_is_answered_with_the_topology(text, ours):
+    assert named_by_clouds(text) == ours and parse_topology(ours)
+    with pytest.raises(UserError, match=rf"; did you mean {ours}\?$"):
         parse_topology(text)
 
 

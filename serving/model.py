@@ -1,0 +1,28 @@
+"""What a page says of the model that it talks to."""
+
+from typing import NamedTuple
+
+from configs.schema import Config
+from data.dataset import read_source, shortest
+from model.gpt import parameter_counts
+
+OF_STDLIB = ("What does os.getcwd do?", "Hello! What can you tell me?", "What is json.dumps for?")
+OF_OTHERS = ("Hello! Who are you?", "What can you tell me?", "Give me an example.")
+
+
+class Model(NamedTuple):
+    """A model by name, a line about it, and three messages to begin with."""
+
+    name: str
+    about: str = ""
+    examples: tuple[str, ...] = ()
+
+
+def model_of(config: Config, name: str, dataset: str) -> Model:
+    """Return what is known of a run's network. `dataset`: the fingerprint of its text, empty if it was converted."""
+    about = f"{sum(parameter_counts(config.model).values()) / 1e6:.1f} M parameters"
+    if config.data.source == "chat-stdlib":
+        return Model(name, f"{about}, trained on conversations about Python's standard library", OF_STDLIB)
+    if dataset:
+        about += f", trained on {', '.join(shortest(read_source(config.data.source)[0]))}"
+    return Model(name, about, OF_OTHERS)
