@@ -36,7 +36,7 @@ def student_interval(value: float, error: float, count: int) -> list[float]:
     return [value - reach, value + reach]
 
 
-def share_interval(share: float, count: float) -> list[float]:
+def share_interval(share: float | int, count: float | int) -> list[float]:
     """Return the interval of a share among `count` (E. B. Wilson, JASA 22, 1927). It has a width also where all or none
     are right. scipy has it for whole numbers alone (`binomtest`)."""
     from scipy.special import ndtri
