@@ -19,7 +19,7 @@ from jaxtyping import Integer
 
 from configs.files import with_retries
 from configs.schema import DataConfig, UserError
-from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
+from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, most_tokens, plan_rows, save_plan
 from data.shards import Shard, TokenStream
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -109,7 +109,8 @@ class Dataset:
         chat_tokens = self.tokenizer.special_tokens if self.conversations else None
         packed = lambda plan: PlannedRows(stream, plan, self.tokenizer.bos, length, chat_tokens)
         if packing == "whole":
-            packing += f"-{config.too_long}"
+            # Plans of earlier versions, named `whole-drop`, lack conversations of exactly this many tokens.
+            packing += f"-drop-above-{most_tokens(length)}" if config.too_long == "drop" else "-cut"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
         for home in homes:
             with suppress(OSError):  # it cannot be written there, or only another user may read it
