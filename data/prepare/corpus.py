@@ -63,7 +63,7 @@ class Corpus:
             for number, content in self._contents(file, start, stop):
                 text, problem = self._text_of(file, content)
                 if problem and not text and problem != EMPTY and self.on_error == "stop":
-                    name = self.name(file, self.numbers_before(file, start) + number)
+                    name = self.name_in(file, start, number)
                     raise UserError(
                         f"{self.source}: {name}: {problem}; correct it, or count and skip such: --on_error=skip"
                     )
@@ -92,6 +92,10 @@ class Corpus:
         if not (self.conversations or file.ends_with(*TABLE_SUFFIXES)):
             return file.name
         return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES) else 'row'} {number}"
+
+    def name_in(self, file: SourceFile, start: int, number: int) -> str:
+        """Return the name of the document of this number, from 1, of a span that begins at `start`."""
+        return self.name(file, self.numbers_before(file, start) + number)
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """Return the offset of document numbers in a span that begins at `start`."""

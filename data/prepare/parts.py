@@ -38,6 +38,7 @@ from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer
 
+MISCOUNTED = "whose tokens count other bytes than the text has"
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates
 TASK_BYTES = 2_000_000, 256_000_000  # a task is a 256th of the source, but no smaller and no larger than these
 
@@ -88,15 +89,15 @@ class Task:
         """Return the task's bytes of the source."""
         return sum(span.size for span in self.spans)
 
-    def texts(self, problems: Counter) -> Iterator[tuple[str, bool]]:
-        """Yield each text, and whether its file is held out. Count problems: of documents without text, and of those
+    def texts(self, problems: Counter) -> Iterator[tuple[str, Span, int]]:
+        """Yield each text, its span, and its number there. Count problems: of documents without text, and of those
         that lost a part. Raise UserError as `Corpus.read`."""
         for span in self.spans:
-            for _, text, problem in self.corpus.read(*span):
+            for number, text, problem in self.corpus.read(*span):
                 if problem:
                     problems[problem] += 1
                 if text:
-                    yield text, span.file.held_out
+                    yield text, span, number
 
 
 def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, workers: int) -> None:
@@ -221,7 +222,7 @@ def make_tasks(
 
 def hash_texts(task: Task, out: Path) -> None:
     """Write the hashes of the task's texts. Raise UserError as `Corpus.read`, and OSError if that is impossible."""
-    digests = (hashlib.sha256(text.encode()).digest() for text, _ in task.texts(Counter()))
+    digests = (hashlib.sha256(text.encode()).digest() for text, *_ in task.texts(Counter()))
     out.write_bytes(b"".join(digest[:HASH_BYTES] for digest in digests))
 
 
@@ -232,20 +233,31 @@ def encode_texts(task: Task, out: Path) -> None:
     encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
     dtype = token_type(encoder.tokenizer.vocab_size)
     bos = np.array([encoder.tokenizer.bos], dtype).tobytes()
-    starts, sizes, held_out = array("q", [0]), array("q"), bytearray()
+    starts, sizes, held_out, kept = array("q", [0]), array("q"), bytearray(), bytearray()
     out.mkdir()
     with tempfile.TemporaryFile(dir=out.parent, buffering=2**20) as tokens:
-        for text, is_held_out in task.texts(problems):
-            ids = encoder.encode(text).astype(dtype)
+        for text, span, number in task.texts(problems):
+            encoded = encoder.encode(text)
+            wrong = encoder.miscounted(text, encoded)
+            if wrong and task.corpus.on_error == "stop":
+                raise UserError(
+                    f"{task.corpus.source}: {task.corpus.name_in(span.file, span.start, number)}: {wrong}, so bits per byte would be "
+                    "wrong; give another --tokenizer, or count and skip such documents: --on_error=skip"
+                )
+            kept.append(not wrong)
+            if wrong:
+                problems[MISCOUNTED] += 1
+                continue
+            ids = encoded.astype(dtype)
             tokens.write(bos)
             tokens.write(ids.data)
             starts.append(starts[-1] + 1 + len(ids))
             sizes.append(len(text.encode()))
-            held_out.append(is_held_out or hash_share(text) < recipe.threshold)
+            held_out.append(span.file.held_out or hash_share(text) < recipe.threshold)
         is_val = np.frombuffer(held_out, bool)
         again = np.zeros(len(sizes), bool)
         if task.duplicates is not None:
-            again = task.duplicates
+            again = task.duplicates[np.frombuffer(kept, bool)]
             problems["a duplicate"] = int(again.sum())
         places, entries = np.array(starts, np.int64), []
         lengths = np.diff(places)
