@@ -135,7 +135,7 @@ def open_text(
     datasets = [open_dataset(name, config, vocab_size, cache, no_new_tokenizer) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
-        if dataset.tokenizer.sha256 != tokenizer.sha256:
+        if not dataset.tokenizer.is_same_as(tokenizer):
             raise UserError(
                 f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
                 f"again with --tokenizer={datasets[0].folder}/tokenizer"

@@ -162,13 +162,14 @@ def _prepare_raw(*arguments: Any) -> Path:
 
 
 def _require_tokenizer(dataset: Dataset, name: str) -> None:
-    """Raise UserError if `name`, of `--data.tokenizer`, is not the dataset's tokenizer.json."""
+    """Raise UserError if `name`, of `--data.tokenizer` or of the run in `--init_from`, is not the dataset's
+    tokenizer."""
     with suppress(UserError):  # it has another format, as tiktoken:gpt2
-        if load_tokenizer(name).sha256 == dataset.tokenizer.sha256:
+        if load_tokenizer(name).is_same_as(dataset.tokenizer):
             return
     raise UserError(
-        f"{dataset.folder} has its own tokenizer, and --data.tokenizer={name} is not its tokenizer.json: leave the "
-        f"option out, give {dataset.folder}/tokenizer, or prepare the dataset again with --tokenizer={name}"
+        f"{dataset.folder} was made with another tokenizer than {name}: prepare it again with --tokenizer={name} "
+        f"(if you gave --data.tokenizer: leave that out, or give {dataset.folder}/tokenizer)"
     )
 
 

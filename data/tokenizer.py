@@ -107,8 +107,18 @@ class TextTokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Return a digest of the tokenizer: equal digests mean equal tokens."""
+        """Return a digest of tokenizer.json: equal digests mean equal tokens."""
         return hashlib.sha256(self.json.encode()).hexdigest()
+
+    @cached_property
+    def _content(self) -> dict:
+        """Return what determines the tokens of a text and the text of tokens: not the spelling of tokenizer.json, nor
+        what other programs' calls add to a text (padding, truncation, the post-processor)."""
+        return json.loads(self.library.to_str()) | {"post_processor": None}
+
+    def is_same_as(self, other: "TextTokenizer") -> bool:
+        """Return whether both encode and decode alike. Other programs write tokenizer.json in another spelling."""
+        return self.json == other.json or self._content == other._content
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's tokens, without a BOS, encoded on all cores."""
@@ -126,7 +136,7 @@ class TextTokenizer:
 
     def require_same_in(self, folder: Path) -> None:
         """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""
-        if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
+        if (folder / "tokenizer.json").exists() and not self.is_same_as(load_tokenizer(folder)):
             raise UserError(
                 f"{folder} has another tokenizer than the data was made with; prepare the data with "
                 f"--tokenizer={folder}, or start a new run"

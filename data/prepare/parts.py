@@ -239,13 +239,10 @@ def encode_texts(task: Task, out: Path) -> None:
         for text, span, number in task.texts(problems):
             encoded = encoder.encode(text)
             wrong = encoder.miscounted(text, encoded)
-            if wrong and task.corpus.on_error == "stop":
-                raise UserError(
-                    f"{task.corpus.source}: {task.corpus.name_in(span.file, span.start, number)}: {wrong}, so bits per byte would be "
-                    "wrong; give another --tokenizer, or count and skip such documents: --on_error=skip"
-                )
             kept.append(not wrong)
             if wrong:
+                problem = f"{wrong}, so bits per byte would be wrong; give another --tokenizer"
+                task.corpus.report(span.file, span.start, number, problem)
                 problems[MISCOUNTED] += 1
                 continue
             ids = encoded.astype(dtype)

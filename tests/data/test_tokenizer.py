@@ -12,7 +12,7 @@ from configs.schema import UserError
 from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import text_lost, train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
-from data.tokenizer_formats import SPLIT, byte_letters, convert_tiktoken, find_tokenizer
+from data.tokenizer_formats import SPLIT, bos_template, byte_letters, convert_tiktoken, find_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)
@@ -55,6 +55,23 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
     TOKENIZER.require_same_in(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
+
+
+@pytest.mark.parametrize("own", [None, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}])
+def test_another_spelling_of_an_export_s_tokenizer_is_the_same_and_other_merges_are_not(own, tmp_path):
+    facts, template = json.loads(TOKENIZER.json), json.loads(bos_template(TOKENIZER))
+    processor = {"type": "Sequence", "processors": [own, template]} if own else template
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": BOS}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(facts | {"post_processor": processor, "padding": padding}))
+    found = find_tokenizer(tmp_path)
+    assert found.is_same_as(TOKENIZER) and found.sha256 != TOKENIZER.sha256
+    assert bool(found.library.post_processor) == bool(own)
+    found.save(tmp_path / "run")
+    TOKENIZER.require_same_in(tmp_path / "run")
+    first, second, *others = facts["model"]["merges"]
+    other = facts | {"model": facts["model"] | {"merges": [second, first, *others]}}
+    assert not TextTokenizer(json.dumps(other)).is_same_as(TOKENIZER)
 
 
 # An invented tiktoken encoding: the ranks from training on TEXTS, with GPT-2's kind of BOS at the end.
@@ -189,8 +206,8 @@ def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect
 
 
 def test_an_unbroken_run_is_learned_from_in_parts():
-    """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length. One of 4,096 letters
-    takes three times as long as its parts of 256."""
+    """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length. A
+    part of 4,096 letters takes three times as long as its parts of 256."""
     assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 256
     runs = train_tokenizer(["ab" * 10_000 + " " * 10_000 + "=" * 10_000 + "é" * 10_000], 330)
     assert runs.token_bytes.max() <= 2 * 256  # é has two bytes
