@@ -39,7 +39,8 @@ class Encoder:
         inputs = np.concatenate([np.array([self.tokenizer.bos], np.uint32), ids[:-1]])[: len(ids)]
         counted = int(self.tokenizer.text_bytes(inputs, ids).sum())
         texts = texts_of(document) if self.conversations else [document]
-        least, most = (sum(len(text.encode()) for text in some) for some in ((t.strip() for t in texts), texts))
+        most = sum(len(text.encode()) for text in texts)
+        least = sum(len(text.strip().encode()) for text in texts)
         return "" if least <= counted <= most else f"its tokens count {counted:,} bytes, and its text has {most:,}"
 
     def _encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
