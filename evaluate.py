@@ -138,9 +138,9 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
                 f"{config.data.source} is not the text that {run_dir} was trained on: its fingerprint is "
                 f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
             )
-        tokens, token_bytes = arguments.tokens or config.eval.tokens, text.tokenizer.token_bytes
+        tokens, sharding = arguments.tokens or config.eval.tokens, batch_sharding(mesh)
         return text, held_out_batches(
-            text.val, text.weights, tokens, token_bytes, shape, batch_sharding(mesh), text.document_bos
+            text.val, text.weights, tokens, text.tokenizer, shape, sharding, text.document_bos
         )
 
     text, (batches, text_bytes) = on_every_process("the run's text", read)

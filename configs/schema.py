@@ -123,7 +123,8 @@ class DataConfig:
     `best_fit`: complete documents share rows, and every row starts with a BOS; documents longer than a row are cut.
     `whole`: likewise, but no document spans two rows; conversations need this."""
     too_long: Literal["cut", "drop"] = "cut"
-    """With `whole`, a document longer than a row: `cut` trains on its beginning, `drop` leaves it out."""
+    """With `whole`, a document of more than a row and one token, which is only a target: `cut` trains on its
+    beginning, `drop` leaves it out."""
     mask_documents: bool = False
     """Restrict attention to a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: InFile[Free[NotNegative[int]]] = 2

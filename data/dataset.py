@@ -14,7 +14,7 @@ import numpy as np
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import Dataset, open_dataset
 from data.loader import Mixture
-from data.packing import Row, Rows
+from data.packing import Row, Rows, most_tokens
 from data.tokenizer import TextTokenizer
 
 NEEDS_SHARES = "each dataset of a mixture needs its share, as in 0.7:DIR,0.3:DIR"
@@ -135,7 +135,7 @@ def open_text(
     datasets = [open_dataset(name, config, vocab_size, cache, no_new_tokenizer) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
-        if dataset.tokenizer.sha256 != tokenizer.sha256:
+        if not dataset.tokenizer.is_same_as(tokenizer):
             raise UserError(
                 f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
                 f"again with --tokenizer={datasets[0].folder}/tokenizer"
@@ -178,16 +178,16 @@ def open_text(
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
     """Return a line on the documents of each dataset that are longer than a row."""
-    counts, every = [], []
+    counts, every, most = [], [], most_tokens(length)
     for name, dataset in zip(shortest(names), datasets):
         train, val = dataset.lengths("train"), dataset.lengths("val")
         every += [train, val]
-        longer = [f"{np.count_nonzero(sizes > length):,} of {len(sizes):,}" for sizes in (train, val)]
+        longer = [f"{np.count_nonzero(sizes > most):,} of {len(sizes):,}" for sizes in (train, val)]
         counts.append(f"{name} {longer[0]} to train on and {longer[1]} held out")
     what = "cut at their row's end" if config.too_long == "cut" else "left out"
     sizes = np.concatenate(every)
     return (
-        f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(counts)}; half of all have "
+        f"documents of more than {most:,} tokens are {what} (--data.too_long): {'; '.join(counts)}; half of all have "
         f"at most {int(np.median(sizes)):,} tokens, and the longest {sizes.max():,}"
     )
 

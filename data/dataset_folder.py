@@ -20,7 +20,7 @@ from jaxtyping import Integer
 
 from configs.files import is_there, read_if_there
 from configs.schema import DataConfig, UserError
-from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
+from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, most_tokens, plan_rows, save_plan
 from data.shards import Shard, TokenStream, from_disk
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -108,7 +108,8 @@ class Dataset:
         chat_tokens = self.tokenizer.special_tokens if self.conversations else None
         packed = lambda plan: PlannedRows(stream, plan, self.tokenizer.bos, length, chat_tokens)
         if packing == "whole":
-            packing += f"-{config.too_long}"
+            # Plans of earlier versions, named `whole-drop`, lack conversations of exactly this many tokens.
+            packing += f"-drop-above-{most_tokens(length)}" if config.too_long == "drop" else "-cut"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
         for home in homes:
             with suppress(OSError):  # it cannot be written there, or only another user may read it
@@ -160,13 +161,14 @@ def _prepare_raw(*arguments: Any) -> Path:
 
 
 def _require_tokenizer(dataset: Dataset, name: str) -> None:
-    """Raise UserError if `name`, of `--data.tokenizer`, is not the dataset's tokenizer.json."""
+    """Raise UserError if `name`, of `--data.tokenizer` or of the run in `--init_from`, is not the dataset's
+    tokenizer."""
     with suppress(UserError):  # it has another format, as tiktoken:gpt2
-        if load_tokenizer(name).sha256 == dataset.tokenizer.sha256:
+        if load_tokenizer(name).is_same_as(dataset.tokenizer):
             return
     raise UserError(
-        f"{dataset.folder} has its own tokenizer, and --data.tokenizer={name} is not its tokenizer.json: leave the "
-        f"option out, give {dataset.folder}/tokenizer, or prepare the dataset again with --tokenizer={name}"
+        f"{dataset.folder} was made with another tokenizer than {name}: prepare it again with --tokenizer={name} "
+        f"(if you gave --data.tokenizer: leave that out, or give {dataset.folder}/tokenizer)"
     )
 
 

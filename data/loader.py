@@ -22,6 +22,7 @@ from jaxtyping import Int
 
 from configs.schema import UserError
 from data.packing import Row, Rows
+from data.tokenizer import TextTokenizer
 
 Shape = tuple[int, int, int]
 
@@ -151,7 +152,7 @@ def held_out_batches(
     rows: Sequence[Rows],
     weights: Sequence[float],
     tokens: int,
-    token_bytes: Int[np.ndarray, "vocab"],
+    tokenizer: TextTokenizer,
     shape: Shape,
     sharding: NamedSharding,
     document_bos: int | None = None,
@@ -171,12 +172,12 @@ def held_out_batches(
         taken = [part[i * len(part) // count] for i in range(count)]
         if part.chat_tokens is None:
             for row in taken:
-                row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
+                row["weights"] = row["weights"] * (tokenizer.token_bytes[row["targets"]] > 0)
         chosen += [*taken, *[padding] * (-count % width)]
         datasets += [number] * -(-count // width)
     datasets += [0] * (-len(datasets) % micro_batches)
     chosen += [padding] * (len(datasets) * width - len(chosen))
-    sizes = [int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in chosen]
+    sizes = [int(tokenizer.text_bytes(row["inputs"], row["targets"])[row["weights"] > 0].sum()) for row in chosen]
     if not any(sizes):
         few = f"no text counts in the held-out rows of {length} tokens"
         raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")

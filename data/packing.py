@@ -107,6 +107,11 @@ Rows = StreamRows | PlannedRows
 """Random access to a dataset's rows."""
 
 
+def most_tokens(length: int) -> int:
+    """Return the most tokens of a document that a row of `length` inputs holds: the last is only a target."""
+    return length + 1
+
+
 def plan_rows(
     packing: str,
     starts: Integer[np.ndarray, "documents"],
@@ -115,11 +120,11 @@ def plan_rows(
     drop: bool = False,
 ) -> Plan:
     """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS. `packing`:
-    `best_fit`, or `whole`, which with `drop` leaves out a document longer than a row."""
+    `best_fit`, or `whole`, which with `drop` leaves out a document of more than `most_tokens(length)`."""
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after their own BOS.
     if packing == "whole":
-        pieces = np.where(drop & (sizes > length), 0, 1)
+        pieces = np.where(drop & (sizes > most_tokens(length)), 0, 1)
     else:
         pieces = 1 + -(-np.maximum(sizes - length, 0) // (length - 1))
     document = np.repeat(np.arange(len(sizes)), pieces)

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from tokenizers import Tokenizer, pre_tokenizers
 
 from configs.files import StorageLost, is_there, with_retries, write_whole
@@ -23,6 +24,7 @@ CHAT_TOKENS = (
 )
 # Tokens that start a document in others' tokenizers (or, in GPT-2's data, end and so separate documents).
 BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that the vocabulary lacks
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,44 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
-        """Return the number of bytes of text of each token; 0 for special tokens."""
+        """Return the number of bytes of text of each token after another one; 0 for special tokens. The decoder says
+        how a token is spelled: a vocabulary may contain another spelling's letters."""
         vocab = self.library.get_vocab()
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
-        in_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
+        kinds, letters = _decoder_kinds(self.library), set(pre_tokenizers.ByteLevel.alphabet())
+        join = self.library.decoder.decode if self.library.decoder else " ".join
+        around = len(join(["a", "a"]).encode())
         for token, i in vocab.items():
-            sizes[i] = len(token) if in_bytes else _text_bytes(token)
-        for i, token in self.library.get_added_tokens_decoder().items():  # never as bytes' letters
-            sizes[i] = 0 if token.special else _text_bytes(token.content)
+            if "ByteLevel" in kinds and letters.issuperset(token):
+                sizes[i] = len(token)  # each letter is a byte
+            elif "ByteLevel" in kinds:
+                sizes[i] = len(token.encode())
+            elif "ByteFallback" in kinds and BYTE.fullmatch(token):
+                sizes[i] = 1
+            else:
+                sizes[i] = len(join(["a", token, "a"]).encode()) - around
+        for i, token in self.library.get_added_tokens_decoder().items():
+            if token.special:
+                sizes[i] = 0
+            elif "ByteLevel" in kinds:  # never as bytes' letters
+                sizes[i] = len(token.content.encode())
         return sizes
+
+    @cached_property
+    def added_bytes(self) -> int:
+        """Return the bytes that the tokenizer adds to each text: 1 if it begins every text with a blank, as Metaspace
+        does with `prepend_scheme=always`, otherwise 0."""
+        (ids,) = self.encode(["a"])
+        return max(int(self.token_bytes[ids].sum()) - len("a"), 0)  # below 0: it cannot spell the letter
+
+    def text_bytes(
+        self, inputs: Integer[np.ndarray, "tokens"], targets: Integer[np.ndarray, "tokens"]
+    ) -> Int[np.ndarray, "tokens"]:
+        """Return the bytes of text of each target after its input. A text's first token follows a special one, and is
+        counted without `added_bytes`."""
+        sizes = self.token_bytes[targets]
+        is_first = (self.token_bytes[inputs] == 0) & (sizes > 0)
+        return sizes - self.added_bytes * is_first
 
     @property
     def vocab_size(self) -> int:
@@ -76,8 +107,18 @@ class TextTokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Return a digest of the tokenizer: equal digests mean equal tokens."""
+        """Return a digest of tokenizer.json: equal digests mean equal tokens."""
         return hashlib.sha256(self.json.encode()).hexdigest()
+
+    @cached_property
+    def _content(self) -> dict:
+        """Return what determines the tokens of a text and the text of tokens: not the spelling of tokenizer.json, nor
+        what other programs' calls add to a text (padding, truncation, the post-processor)."""
+        return json.loads(self.library.to_str()) | {"post_processor": None}
+
+    def is_same_as(self, other: "TextTokenizer") -> bool:
+        """Return whether both encode and decode alike. Other programs write tokenizer.json in another spelling."""
+        return self.json == other.json or self._content == other._content
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's tokens, without a BOS, encoded on all cores."""
@@ -96,17 +137,18 @@ class TextTokenizer:
     def require_same_in(self, folder: Path) -> None:
         """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""
         is_saved = with_retries(str(folder), lambda: is_there(folder / "tokenizer.json"))
-        if is_saved and load_tokenizer(folder).sha256 != self.sha256:
+        if is_saved and not self.is_same_as(load_tokenizer(folder)):
             raise UserError(
                 f"{folder} has another tokenizer than the data was made with; prepare the data with "
                 f"--tokenizer={folder}, or start a new run"
             )
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and for other programs tokens.json: the BOS's id, and each token's bytes."""
+        """Write tokenizer.json, and for other programs tokens.json: the BOS's id, each token's bytes, and the bytes
+        that the tokenizer adds to each text."""
         folder.mkdir(parents=True, exist_ok=True)
-        facts = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
-        write_whole(folder / "tokens.json", facts)
+        facts = {"bos": self.bos, "token_bytes": self.token_bytes.tolist(), "added_bytes": self.added_bytes}
+        write_whole(folder / "tokens.json", json.dumps(facts))
         write_whole(folder / "tokenizer.json", self.json)
 
 
@@ -125,6 +167,9 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     return tokenizer
 
 
-def _text_bytes(token: str) -> int:
-    """Return the bytes of an added token, or of a sentencepiece vocabulary's: `<0x0A>` is a byte, `▁` a space."""
-    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
+def _decoder_kinds(library: Tokenizer) -> set[str]:
+    """Return the kinds of the decoder's steps; none if tokens are joined by blanks."""
+    if not library.decoder:
+        return set()
+    facts = json.loads(library.decoder.__getstate__())
+    return {step["type"] for step in facts.get("decoders", [facts])}

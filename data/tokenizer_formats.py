@@ -21,7 +21,6 @@ SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 PICKLED = {"pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}  # in nanochat's tokenizer.pkl, with types
-PROCESSORS = '{"type": "Sequence", "processors": ['  # in a tokenizer.json: its own, and one that writes the BOS
 
 
 def find_tokenizer(name: str | Path) -> TextTokenizer:
@@ -49,12 +48,19 @@ def bos_template(tokenizer: TextTokenizer) -> str:
 
 
 def _without_bos(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Return the tokenizer without the post-processor that export.py added, if it has that."""
+    """Return the tokenizer without the post-processor that export.py added, if it has that, in any spelling: other
+    programs read an export and write it anew."""
     if not (tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys()):
         return tokenizer
-    template = bos_template(tokenizer)
-    before, both, after = tokenizer.json.partition(f", {template}]}}")
-    return TextTokenizer(before.replace(PROCESSORS, "", 1) + after if both else before.replace(template, "null"))
+    facts, template = json.loads(tokenizer.json), json.loads(bos_template(tokenizer))
+    match facts["post_processor"]:
+        case {"type": "Sequence", "processors": [own, last]} if last == template:
+            facts["post_processor"] = own
+        case last if last == template:
+            facts["post_processor"] = None
+        case _:
+            return tokenizer
+    return TextTokenizer(Tokenizer.from_str(json.dumps(facts)).to_str())
 
 
 def byte_level(model: models.BPE, *splits: str) -> Tokenizer:

@@ -141,7 +141,7 @@ class Evaluator:
                 text.val,
                 text.weights,
                 config.eval.tokens,
-                text.tokenizer.token_bytes,
+                text.tokenizer,
                 built.batch_shape,
                 built.batch_sharding,
                 text.document_bos,

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from configs.schema import Config, ModelConfig, UserError
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
-from data.tokenizer_formats import PROCESSORS, bos_template
+from data.tokenizer_formats import bos_template
 from interchange.formats import MODELING, Arrays, hf_config, hf_name, own_config, own_name, turned
 from run.init_from import function_options
 
@@ -101,13 +101,10 @@ def json_with_bos(tokenizer: TextTokenizer) -> str:
     `find_tokenizer` undoes it."""
     if tokenizer.library.encode("").ids[:1] == [tokenizer.bos]:
         return tokenizer.json
-    text = tokenizer.json
-    if '"post_processor":' not in text:
-        text = text.replace("{", '{"post_processor": null, ', 1)
-    (head,) = re.findall(r'(?s)^.*?"post_processor":\s*', text)
-    end, ours = json.JSONDecoder().raw_decode(text, len(head))[1], bos_template(tokenizer)
-    own = text[len(head) : end]
-    return head + (ours if own == "null" else f"{PROCESSORS}{own}, {ours}]}}") + text[end:]
+    facts, template = json.loads(tokenizer.json), json.loads(bos_template(tokenizer))
+    own = facts.get("post_processor")
+    facts["post_processor"] = {"type": "Sequence", "processors": [own, template]} if own else template
+    return json.dumps(facts, ensure_ascii=False)
 
 
 def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 from data.dataset import open_text, read_source
 from data.dataset_folder import Dataset, open_dataset
 from data.loader import RowSequence
-from data.packing import Row, learned, plan_rows
+from data.packing import Row, learned, most_tokens, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.folder import config_of_run
@@ -64,7 +64,7 @@ def read_documents(dataset: Dataset, part: str) -> Documents:
         last = min(first + AT_ONCE, len(starts))
         tokens = stream.read(int(starts[first]), int(ends[last - 1])).astype(np.uint32)  # one type for all shards
         for i, document in enumerate(np.split(tokens, starts[first + 1 : last] - starts[first]), first):
-            sizes[i] = tokenizer.token_bytes[document].sum()
+            sizes[i] = tokenizer.text_bytes(document[:-1], document[1:]).sum()
             hashes[i] = int.from_bytes(blake2b(document.tobytes(), digest_size=8).digest(), "little")
             if dataset.conversations:
                 learns[i] = learned(document, tokenizer.special_tokens).sum()
@@ -97,7 +97,7 @@ def describe(dataset: Dataset, place: str, length: int) -> str:
     repeats, leaked = len(train.hashes) - len(np.unique(train.hashes)), np.isin(val.hashes, train.hashes).sum()
     lines.append(f"repeated  {repeats:,} training documents repeat an earlier one; {leaked:,} held-out are trained on")
     if dataset.conversations:
-        count, longer = int(train.learned.sum()), np.count_nonzero(train.tokens > length)
+        count, longer = int(train.learned.sum()), np.count_nonzero(train.tokens > most_tokens(length))
         lines.append(
             f"learned   {count:,} of {train.tokens.sum():,} training tokens are an assistant's; "
             f"{longer:,} training conversations are longer than a row"

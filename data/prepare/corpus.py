@@ -74,11 +74,8 @@ class Corpus:
         try:
             for number, content in self._contents(file, start, stop):
                 text, problem = self._text_of(file, content)
-                if problem and not text and problem != EMPTY and self.on_error == "stop":
-                    name = self.name(file, self.numbers_before(file, start) + number)
-                    raise UserError(
-                        f"{self.source}: {name}: {problem}; correct it, or count and skip such: --on_error=skip"
-                    )
+                if problem and not text and problem != EMPTY:
+                    self.report(file, start, number, f"{problem}; correct it")
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except UNREADABLE as error:
             raise unreadable(file, error) from error
@@ -103,6 +100,17 @@ class Corpus:
         if not (self.conversations or file.ends_with(*TABLE_SUFFIXES)):
             return file.name
         return f"{file.name} {'line' if file.ends_with(*LINE_SUFFIXES, *CSV_SUFFIXES) else 'row'} {number}"
+
+    def report(self, file: SourceFile, start: int, number: int, problem: str) -> None:
+        """Raise UserError about a document of this number, from 1, of a span that begins at `start`, unless such are
+        skipped."""
+        if self.on_error == "stop":
+            name = self.name_in(file, start, number)
+            raise UserError(f"{self.source}: {name}: {problem}, or count and skip such: --on_error=skip")
+
+    def name_in(self, file: SourceFile, start: int, number: int) -> str:
+        """Return a document's name by its number, from 1, in a span that begins at `start`."""
+        return self.name(file, self.numbers_before(file, start) + number)
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """Return the offset of document numbers in a span that begins at `start`."""

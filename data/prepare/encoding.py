@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import UInt32
 
-from data.conversation import render
+from data.conversation import render, texts_of
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import byte_letters, convert_tiktoken
 
@@ -33,9 +33,22 @@ class Encoder:
         encode = lambda texts: (self._encode(text).tolist() for text in texts)
         return np.array(render(self.tokenizer, json.loads(document), encode=encode)[1:], np.uint32)
 
+    def miscounted(self, document: str, ids: UInt32[np.ndarray, "tokens"]) -> str:
+        """Return how the bytes that a document's tokens count differ from those of its text, apart from blanks at its
+        ends; "" if they do not. Bits per byte divide by the former."""
+        inputs = np.concatenate([np.array([self.tokenizer.bos], np.uint32), ids[:-1]])[: len(ids)]
+        counted = int(self.tokenizer.text_bytes(inputs, ids).sum())
+        texts = texts_of(document) if self.conversations else [document]
+        most = sum(len(text.encode()) for text in texts)
+        least = sum(len(text.strip().encode()) for text in texts)
+        return "" if least <= counted <= most else f"its tokens count {counted:,} bytes, and its text has {most:,}"
+
     def _encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
         if self.fast and not (len(text) >= 100_000 and TOO_LONG.search(text)):
-            return self.fast.encode_to_numpy(text, disallowed_special=())
+            ids = self.fast.encode_to_numpy(text, disallowed_special=())
+            # tiktoken drops what its expression does not match.
+            if self.tokenizer.token_bytes[ids].sum() == len(text.encode()):
+                return ids
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
 
 

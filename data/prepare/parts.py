@@ -38,6 +38,7 @@ from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer
 
+MISCOUNTED = "whose tokens count other bytes than the text has"
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates
 TASK_BYTES = 2_000_000, 256_000_000  # a task is a 256th of the source, but no smaller and no larger than these
 
@@ -231,7 +232,7 @@ def encode_texts(task: Task, out: Path) -> None:
     encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
     dtype = token_type(encoder.tokenizer.vocab_size)
     bos = np.array([encoder.tokenizer.bos], dtype).tobytes()
-    starts, sizes, held_out = array("q", [0]), array("q"), bytearray()
+    starts, sizes, held_out, kept = array("q", [0]), array("q"), bytearray(), bytearray()
     out.mkdir()
     with tempfile.TemporaryFile(dir=out.parent, buffering=2**20) as tokens:
         for span, number, text, problem in task.documents():
@@ -240,7 +241,16 @@ def encode_texts(task: Task, out: Path) -> None:
                 first_of.setdefault(problem, (span.file.name, span.start, number))
             if not text:
                 continue
-            ids = encoder.encode(text).astype(dtype)
+            encoded = encoder.encode(text)
+            wrong = encoder.miscounted(text, encoded)
+            kept.append(not wrong)
+            if wrong:
+                advice = f"{wrong}, so bits per byte would be wrong; give another --tokenizer"
+                task.corpus.report(span.file, span.start, number, advice)
+                problems[MISCOUNTED] += 1
+                first_of.setdefault(MISCOUNTED, (span.file.name, span.start, number))
+                continue
+            ids = encoded.astype(dtype)
             tokens.write(bos)
             tokens.write(ids.data)
             starts.append(starts[-1] + 1 + len(ids))
@@ -249,7 +259,7 @@ def encode_texts(task: Task, out: Path) -> None:
         is_val = np.frombuffer(held_out, bool)
         again = np.zeros(len(sizes), bool)
         if task.duplicates is not None:
-            again = task.duplicates
+            again = task.duplicates[np.frombuffer(kept, bool)]
             problems["a duplicate"] = int(again.sum())
         places, entries = np.array(starts, np.int64), []
         lengths = np.diff(places)

@@ -22,6 +22,7 @@ from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
 from configs.validation import check_types
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
+from data.prepare.encoding import Encoder
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe, make_shards
 from data.prepare.record import read_dataset_json, write_dataset_json
@@ -179,6 +180,10 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
     if lost := text_lost(tokenizer, texts):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
+    encoder = Encoder(tokenizer)
+    for document, text in texts.items():
+        if wrong := encoder.miscounted(text, encoder.encode(text)):
+            raise UserError(f"--tokenizer={name} would make bits per byte wrong: {document}: {wrong}")
     tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
     own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
     if own and here > MORE_TOKENS * own:
@@ -231,7 +236,7 @@ def _reasons(corpus: Corpus, shards: list[dict], skipped: Counter, total: int) -
         place = ""
         if reason in first:
             name, start, number = first[reason]
-            place = f" (first: {corpus.name(files[name], corpus.numbers_before(files[name], start) + number)})"
+            place = f" (first: {corpus.name_in(files[name], start, number)})"
         yield f"  {count:,} ({100 * count / total:.2g}%): {reason}{place}"
     if others := skipped.most_common()[NAMED:]:
         yield f"  {sum(count for _, count in others):,}: {len(others)} other reasons, which dataset.json counts"

@@ -15,7 +15,7 @@ from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
 from data.tokenizer_formats import SPLIT, byte_level
 
 SAMPLED = 32  # fewest files for training a tokenizer
-LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
+LONGEST_PIECE = 256  # most characters of a piece in a tokenizer's training; the longest of Python's library has 201
 
 
 def hash_share(text: str) -> float:

@@ -73,7 +73,7 @@ def documents(chat: Path) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_path, too_long):
     text, every, counts = opened(chat, tmp_path, too_long=too_long), documents(chat), Counter()
-    longer = [document for document in every if len(document) > LENGTH]
+    longer = [document for document in every if len(document) > LENGTH + 1]  # the last token is only a target
     for row in (text.train[0][i] for i in range(len(text.train[0]))):
         starts = np.flatnonzero(row["inputs"] == text.tokenizer.bos)
         for start, stop in zip(starts, [*starts[1:], LENGTH]):
@@ -81,16 +81,29 @@ def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_p
             if len(piece) == 1:  # padding
                 assert not weights.any()
                 continue
-            (document,) = {one for one in every if one == piece} or {one for one in longer if one[:LENGTH] == piece}
+            (document,) = {one for one in every if one == piece} or {one for one in every if one[:LENGTH] == piece}
             expected = learned(np.array([*document, text.tokenizer.bos]), text.tokenizer.special_tokens)
             assert weights.tolist() == expected[1 : len(piece) + 1].tolist()
             counts[document] += 1
     assert 5 < len(longer) < len(every) - 5
     assert counts == Counter(every) - (Counter(longer) if too_long == "drop" else Counter())
     what = "cut at their row's end" if too_long == "cut" else "left out"
-    assert f"more than 96 tokens are {what}" in text.too_long
+    assert f"more than 97 tokens are {what}" in text.too_long
     assert f"made {len(longer)} of {len(every)} to train on and " in text.too_long
-    assert len(list(chat.glob(f"plans/*-whole-{too_long}-{LENGTH}-*"))) == 2
+    assert len(list(chat.glob(f"plans/*-whole-{too_long}-*{LENGTH}-*"))) == 2
+
+
+def test_a_conversation_of_one_token_more_than_a_row_is_whole(chat, tmp_path):
+    """Its last token is only a target, so no target is lost."""
+    special = opened(chat, tmp_path).tokenizer.special_tokens
+    length = max(map(len, documents(chat))) - 1
+    for too_long in ("cut", "drop"):
+        text = opened(chat, tmp_path, length, too_long=too_long)
+        rows = [text.train[0][i] for i in range(len(text.train[0]))]
+        assert sum(row["weights"].sum() for row in rows) == sum(
+            learned(np.array(one), special).sum() for one in documents(chat)
+        )
+        assert "made 0 of " in text.too_long
 
 
 def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_path):
@@ -99,7 +112,7 @@ def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_pat
             open_text(DataConfig(str(chat), packing=packing), 290, LENGTH, 1, tmp_path)
     sizes = [len(one) for part in ("train", "val") for one in tokens_of(chat, part)]
     lengths = f"half of all have at most {int(np.median(sizes))} tokens, and the longest {max(sizes)}"
-    advice = "a larger --batch.sequence_length, or --data.too_long=cut; documents of more than 4 tokens are left out"
+    advice = "a larger --batch.sequence_length, or --data.too_long=cut; documents of more than 5 tokens are left out"
     with pytest.raises(UserError, match=rf"gives 0 rows of 4 tokens .*{advice}.*; {lengths}$"):
         opened(chat, tmp_path, 4, too_long="drop")
     with pytest.raises(UserError, match=rf"{chat}: in its \d+ rows of 4 tokens no token of an assistant is left"):

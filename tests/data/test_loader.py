@@ -13,7 +13,7 @@ from configs.schema import MeshConfig, UserError
 from data.loader import Mixture, StepBatches, held_out_batches, local_rows, to_devices, train_batches
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
-from data.tokenizer import CHAT_TOKENS
+from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
@@ -161,6 +161,11 @@ def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
     assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
 
 
+def tokenizer_of(sizes: np.ndarray) -> TextTokenizer:
+    """Return a tokenizer whose tokens have these bytes."""
+    return type("Sized", (TextTokenizer,), {"token_bytes": sizes, "added_bytes": 0})("")
+
+
 def counted(batches: list) -> list[tuple[int, int]]:
     """Return (input, target) of every target that counts, in the order of the rows."""
     return [
@@ -174,7 +179,7 @@ def counted(batches: list) -> list[tuple[int, int]]:
     ("shape", "tokens"), [((1, 8), 1), ((2, 8), 10 * LENGTH), ((5, 24), 10 * LENGTH), ((1, 16), 10**9)]
 )
 def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
-    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, SIZES, (*shape, LENGTH), sharding())
+    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, tokenizer_of(SIZES), (*shape, LENGTH), sharding())
     count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
     rows = [VAL[i * 97 // count] for i in range(count)]
     pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
@@ -186,13 +191,14 @@ def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, to
 
 
 def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_bytes():
-    rows, weights = [ROWS, VAL], [0.4, 0.6]
-    batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
+    rows, weights, ones = [ROWS, VAL], [0.4, 0.6], tokenizer_of(np.ones(999, int))
+    batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, ones, (1, 8, LENGTH), sharding())
     expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
     targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
     assert targets[:20].tolist() == [target.tolist() for target in expected]
     assert text_bytes.tolist() == [[8 * LENGTH, 0, 0], [0, 8 * LENGTH, 4 * LENGTH]]
-    batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
+    numbers = tokenizer_of(np.arange(99))
+    batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, numbers, (1, 8, LENGTH), sharding())
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
 
@@ -201,4 +207,4 @@ def test_held_out_rows_in_which_nothing_counts_are_refused():
     tokens = np.array([0, ids["<|user_start|>"], 20, ids["<|user_end|>"]])
     question = PlannedRows(TokenStream([tokens]), plan_rows("whole", np.array([0]), 4, 16), 0, 16, ids)
     with pytest.raises(UserError, match="no text counts in the held-out rows of 16 tokens"):
-        held_out_batches([question], [1.0], 10**9, np.ones(40, int), (1, 8, 16), sharding())
+        held_out_batches([question], [1.0], 10**9, tokenizer_of(np.ones(40, int)), (1, 8, 16), sharding())

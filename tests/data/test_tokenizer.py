@@ -1,17 +1,18 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from configs.schema import UserError
 from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import text_lost, train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
-from data.tokenizer_formats import SPLIT, byte_letters, convert_tiktoken, find_tokenizer
+from data.tokenizer_formats import SPLIT, bos_template, byte_letters, convert_tiktoken, find_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)
@@ -49,11 +50,28 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
         assert loaded.json == TOKENIZER.json
         assert loaded.encode([TRICKY, *TEXTS]) == TOKENIZER.encode([TRICKY, *TEXTS])
     facts = json.loads((tmp_path / "tokens.json").read_text())
-    assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
+    assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist(), "added_bytes": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
     TOKENIZER.require_same_in(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
+
+
+@pytest.mark.parametrize("own", [None, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}])
+def test_another_spelling_of_an_export_s_tokenizer_is_the_same_and_other_merges_are_not(own, tmp_path):
+    facts, template = json.loads(TOKENIZER.json), json.loads(bos_template(TOKENIZER))
+    processor = {"type": "Sequence", "processors": [own, template]} if own else template
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": BOS}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(facts | {"post_processor": processor, "padding": padding}))
+    found = find_tokenizer(tmp_path)
+    assert found.is_same_as(TOKENIZER) and found.sha256 != TOKENIZER.sha256
+    assert bool(found.library.post_processor) == bool(own)
+    found.save(tmp_path / "run")
+    TOKENIZER.require_same_in(tmp_path / "run")
+    first, second, *others = facts["model"]["merges"]
+    other = facts | {"model": facts["model"] | {"merges": [second, first, *others]}}
+    assert not TextTokenizer(json.dumps(other)).is_same_as(TOKENIZER)
 
 
 # An invented tiktoken encoding: the ranks from training on TEXTS, with GPT-2's kind of BOS at the end.
@@ -84,6 +102,12 @@ def test_tiktoken_is_not_used_if_a_tokenizer_joins_in_another_order_or_does_more
     assert tiktoken_of(ORDERED) and not tiktoken_of(TOKENIZER)
 
 
+def test_text_that_the_expression_does_not_match_is_encoded_too():
+    tokenizer = convert_tiktoken(RANKS, ".", {"<|endoftext|>": 319})
+    encoder = Encoder(tokenizer)
+    assert encoder.fast and encoder.encode("a\nb").tolist() == tokenizer.encode(["a\nb"])[0]
+
+
 def test_three_digits_at_most_are_a_word_as_in_tiktoken():
     ranks = {bytes([i]): i for i in range(256)} | {f"{i:02}".encode(): 256 + i for i in range(100)}
     ranks |= {f"{i:03}".encode(): 356 + i for i in range(1000)}
@@ -103,9 +127,60 @@ def test_a_tiktoken_encoding_comes_by_name_and_knows_its_bos_and_bytes(monkeypat
 
 
 def foreign(vocab: dict[str, int], special: str) -> TextTokenizer:
-    library = Tokenizer(models.BPE(vocab, []))
+    library = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     library.add_special_tokens([special])
     return TextTokenizer(library.to_str())
+
+
+FOREIGN_TEXT = "naïve ġĠ 日本, the  cat"
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+METASPACE = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace(prepend_scheme="always")
+UNBLANK = decoders.Replace("▁", " ")
+KINDS = {
+    # Its vocabulary has all letters of a byte-level one.
+    "byte_fallback": (normalizers.Replace(" ", "▁"), decoders.Sequence([UNBLANK, decoders.ByteFallback()])),
+    "llama": (
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        decoders.Sequence([UNBLANK, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ),
+    "metaspace": METASPACE,
+    "metaspace_never": (
+        pre_tokenizers.Metaspace(prepend_scheme="never"),
+        decoders.Metaspace(prepend_scheme="never"),
+    ),
+    "byte_level": (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+}
+
+
+def of_kind(kind: str) -> TextTokenizer:
+    """Return a tokenizer that spells FOREIGN_TEXT as `kind` does."""
+    before, decoder = KINDS[kind]
+    words = ["<s>", *pre_tokenizers.ByteLevel.alphabet(), *sorted({*FOREIGN_TEXT, "▁"})]
+    words += BYTES if isinstance(decoder, decoders.Sequence) else []
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    library = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    setattr(library, "normalizer" if isinstance(before, normalizers.Normalizer) else "pre_tokenizer", before)
+    library.decoder = decoder
+    library.add_special_tokens(["<s>"])
+    return TextTokenizer(library.to_str())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_a_text_are_counted_as_its_decoder_spells_them(kind):
+    tokenizer = of_kind(kind)
+    for text in (FOREIGN_TEXT, "\x07the cat" if kind in ("byte_fallback", "llama", "byte_level") else "the"):
+        (ids,) = tokenizer.encode([text])
+        assert tokenizer.decode(ids).strip() == text
+        assert tokenizer.text_bytes(np.array([tokenizer.bos, *ids[:-1]]), np.array(ids)).sum() == len(text.encode())
+    assert tokenizer.added_bytes == (kind in ("llama", "metaspace", "byte_level"))
+
+
+def test_each_text_of_a_conversation_has_a_first_token():
+    tokenizer = of_kind("metaspace")
+    (ids,) = tokenizer.encode(["the cat"])
+    row = np.array([tokenizer.bos, *ids, tokenizer.bos, *ids])
+    assert tokenizer.text_bytes(row[:-1], row[1:]).sum() == 2 * len("the cat")
 
 
 @pytest.mark.parametrize("changes", [normalizers.Lowercase(), normalizers.NFKC(), normalizers.Replace(" ", "")])
@@ -131,7 +206,8 @@ def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect
 
 
 def test_an_unbroken_run_is_learned_from_in_parts():
-    """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
-    assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 4096
+    """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length. A
+    part of 4,096 letters takes three times as long as its parts of 256."""
+    assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 256
     runs = train_tokenizer(["ab" * 10_000 + " " * 10_000 + "=" * 10_000 + "é" * 10_000], 330)
-    assert runs.token_bytes.max() <= 2 * 4096  # é has two bytes
+    assert runs.token_bytes.max() <= 2 * 256  # é has two bytes

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import math
 import os
 import shutil
@@ -10,12 +11,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
 from data.prepare.preparation import Preparation, prepare
-from tests.data.preparations import write_files
+from data.prepare.selection import train_tokenizer
+from tests.data.preparations import facts_of, write_files
 
 SIZE = 270
 
@@ -78,6 +80,40 @@ def test_a_damaged_plan_or_index_is_named(folder):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"train_000000\.starts\.npy is missing or damaged; bring it back"):
             opened(folder)
+
+
+# Tokenizers that change text.
+
+
+def test_a_document_whose_tokens_count_other_bytes_stops_the_preparation_or_is_left_out(tmp_path, monkeypatch):
+    """The tokenizer composes accents, as Qwen's does. Only a document that it is not tried with has a loose one."""
+    monkeypatch.setattr("data.prepare.preparation.LOOKED_AT", 2)
+    library = Tokenizer.from_str(train_tokenizer(["some words of text, é"], 266).json)
+    library.normalizer = normalizers.NFC()
+    library.save(str(tmp_path / "nfc.json"))
+    texts = [f" some words of text {i}\n" for i in range(20)]
+    lines = [json.dumps({"text": text}) + "\n" for text in [*texts[:7], "loose e\u0301 " * 3, *texts[7:]]]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    given = Preparation(source=f"{tmp_path}/text.jsonl", tokenizer=f"{tmp_path}/nfc.json", val_fraction=0.3)
+    for deduplicate in (False, True):
+        out = tmp_path / f"{deduplicate}"
+        settings = replace(given, deduplicate=deduplicate)
+        with pytest.raises(UserError, match=r"text\.jsonl line 8: its tokens count 27 bytes, and its text has 30"):
+            prepare(settings, out)
+        prepare(replace(settings, on_error="skip"), out)
+        facts = facts_of(out)
+        assert facts["skipped"]["whose tokens count other bytes than the text has"] == 1
+        assert facts["train"]["documents"] + facts["val"]["documents"] == 20
+
+
+def test_a_tokenizer_that_decodes_to_the_text_and_counts_other_bytes_is_refused(tmp_path, prepared):
+    library = Tokenizer.from_str(train_tokenizer(["some words of text"], 266).json)
+    library.normalizer = normalizers.Replace("x", "yy")
+    library.decoder = decoders.Sequence([library.decoder, decoders.Replace("yy", "x")])
+    library.save(str(tmp_path / "doubled.json"))
+    with pytest.raises(UserError, match=r"doubled.json would make bits per byte wrong: \d+\.txt: its tokens count"):
+        prepare(replace(preparation(prepared), tokenizer=f"{tmp_path}/doubled.json"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # Folders that cannot be written.
