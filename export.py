@@ -33,6 +33,7 @@ from training.optimizer import path_name
 from training.state import abstract_params, split_model
 
 BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
+DRAWN = 16  # tokens that --verify lets transformers draw for each row
 LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,8 +78,8 @@ class Arguments:
     license: str = ""
     """License of the weights, as Hugging Face names it (`apache-2.0`), for the model card of `hf`."""
     verify: bool = False
-    """Load the written folder in transformers, and compare its logits with the network's own on text. It needs torch
-    and transformers, and memory for both networks."""
+    """Load the written folder in transformers, and compare its logits with the network's own: in one pass over text,
+    and while it continues padded rows with its cache. It needs torch and transformers, and memory for both networks."""
 
 
 def main() -> int:
@@ -190,8 +191,8 @@ def largest_difference(
     folder: Path, params: dict, model: ModelConfig, tokens: Int[np.ndarray, "rows length"]
 ) -> tuple[float, float]:
     """Return the largest difference between the capped logits of the network in `folder`, loaded by transformers, and
-    of ours, both in float32; and the standard deviation of ours, for comparison. `params`: rounded like the
-    folder's."""
+    of ours in one pass, both in float32; and the standard deviation of ours, for comparison. transformers computes
+    them in one pass over `tokens`, and by `generate()` with its cache. `params`: rounded like the folder's."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -201,7 +202,38 @@ def largest_difference(
     network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     with torch.no_grad():
         theirs = network(torch.tensor(tokens)).logits.numpy()
-    return float(np.max(np.abs(ours - theirs))), float(np.std(ours))
+    sequences, padding, cached = continue_padded(network, tokens)
+    single = np.asarray(logits(params, sequences))
+    last = sequences.shape[1] - cached.shape[1] - padding - 1  # the prompts' last positions
+    expected = np.stack([row[start:][: cached.shape[1]] for row, start in zip(single, last)])
+    difference = max(np.max(np.abs(ours - theirs)), np.max(np.abs(expected - cached)))
+    return float(difference), float(np.std(ours))
+
+
+def continue_padded(
+    network: Any, tokens: Int[np.ndarray, "rows length"]
+) -> tuple[Int[np.ndarray, "rows length"], Int[np.ndarray, " rows"], np.ndarray]:
+    """Let transformers continue the beginnings of rows as it does by default: greedily here, with its cache, as a batch
+    that is padded on the left. Return the rows with their padding moved to the end, where no token sees it; the padding
+    of each; and the logits of the drawn tokens [rows, drawn, vocab_size]."""
+    import torch
+
+    rows, length = tokens.shape
+    drawn = min(DRAWN, length // 2)
+    padding = np.arange(rows) % (length - drawn)
+    prompts = np.stack([np.roll(row[: length - drawn], pads) for row, pads in zip(tokens, padding)])
+    mask = np.arange(length - drawn) >= padding[:, None]
+    output = network.generate(
+        torch.tensor(prompts),
+        attention_mask=torch.tensor(mask, dtype=torch.long),
+        do_sample=False,
+        min_new_tokens=drawn,
+        max_new_tokens=drawn,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    moved = [np.roll(row, -pads) for row, pads in zip(output.sequences.numpy(), padding)]
+    return np.stack(moved).astype(np.int32), padding, torch.stack(output.logits, dim=1).numpy()
 
 
 def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: np.ndarray) -> str:
@@ -210,7 +242,8 @@ def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: n
     rounded = jax.tree.map(lambda leaf: leaf.astype(np.dtype(dtype)).astype(np.float32), params)
     difference, size = largest_difference(folder, rounded, model, tokens)
     result = (
-        f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
+        f"logits of {tokens.size} tokens of Python's library, and of their continuation with transformers' cache, "
+        f"differ by at most {difference:.2g} (spread {size:.2g})"
     )
     if not difference <= BOUND:  # nan included
         shutil.rmtree(folder)

@@ -7,6 +7,7 @@ Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from dataclasses import replace
@@ -31,10 +32,10 @@ from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
 from evaluation.evaluator import make_generate
-from export import largest_difference
+from export import largest_difference, verify
 from interchange import convert
 from interchange.folders import beyond_hf, json_with_bos, write_hf
-from interchange.formats import hf_name, own_name, turned
+from interchange.formats import MODELING, hf_name, own_name, turned
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.record import read_metrics
@@ -240,6 +241,19 @@ def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(tmp_pa
         other_loss, other = step(width)
         assert other_loss == pytest.approx(loss, rel=1e-5), width
         assert torch.linalg.vector_norm(other - gradient) < 1e-4 * torch.linalg.vector_norm(gradient), width
+
+
+def test_verification_notices_a_cache_that_is_not_read(everything, tmp_path):
+    """Without its cache a network still gives one pass's logits, and each drawn token follows from the last one alone."""
+    config, params, folder = everything
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    code = (other / MODELING.name).read_text()
+    assert (broken := code.replace("cache = past_key_values if cache is None else cache", "cache = None")) != code
+    (other / MODELING.name).write_text(broken)
+    torch.testing.assert_close(loaded(other)(LONG).logits, loaded(folder)(LONG).logits)
+    assert largest_difference(folder, params, config.model, TOKENS)[0] < 1e-4
+    with pytest.raises(RuntimeError, match="with transformers' cache, differ by .* so .*other was removed"):
+        verify(other, params, config.model, "float32", TOKENS)
 
 
 def test_a_network_saved_by_transformers_is_read_back_exactly(pair, tmp_path):
