@@ -162,7 +162,7 @@ def model_card(config: Config, step: int, tokens: int | None, val_bpb: float | N
     code = load.format(prompt=prompt, trust=", trust_remote_code=True" if beyond_hf(model) else "")
     facts = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
     about = f"# {config.name}\n\nA language model that {about}"
-    return "\n\n".join([header + about, facts, code, programs(model)]) + "\n"
+    return "\n\n".join([header + about, facts, code, requirements(model)]) + "\n"
 
 
 def text_name(source: str) -> str:
@@ -171,14 +171,14 @@ def text_name(source: str) -> str:
     return join_source([(share, short(name)) for share, name in split_source(source)])
 
 
-def programs(model: ModelConfig) -> str:
-    """Return what other programs do with a network. tests/interchange tries those with a version."""
+def requirements(model: ModelConfig) -> str:
+    """Return what a user needs to run a network. docs/chat.md has the versions that were tried."""
     if lacking := ", ".join(beyond_hf(model)):
-        loaded, others = "transformers 5.23.0, 5.0.0 and 4.57.6 load it", f"vLLM, llama.cpp and mlx-lm lack {lacking}"
-    else:
-        loaded = "transformers 5.23.0 and 5.0.0 load it; 4.57.6 lacks NanoChatForCausalLM"
-        others = "vLLM was not tried, llama.cpp lacks the architecture, and mlx-lm has other names of arrays"
-    return f"Tried: {loaded}. Others: {others}."
+        return (
+            "It needs torch and transformers 4.57.6 or later, which run the code in this folder "
+            f"(`trust_remote_code=True`). vLLM, llama.cpp and mlx-lm lack {lacking}."
+        )
+    return "It needs torch and transformers 5.0 or later (NanoChatForCausalLM). llama.cpp lacks this architecture."
 
 
 def require_transformers() -> None:

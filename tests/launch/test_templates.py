@@ -96,6 +96,31 @@ def test_no_secret_is_applied_or_written(path):
     assert not re.search(r"kind: Secret|stringData|kubectl apply (?!--server-side)", path.read_text())
 
 
+def test_pods_and_hosts_get_the_rights_that_a_run_needs():
+    """Root opens a TPU's devices. The hosts' network would give pods the rights of their nodes."""
+    pod = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys() and pod["serviceAccountName"] == "tokensum"
+    commands = (ROOT / "docs/pods.md").read_text().replace("\\\n", " ")
+    assert re.findall(r"gcloud projects add-iam.*?--role=(\S+)", commands) == ["roles/tpu.admin"]  # no smaller binding
+    assert not re.search(r"scopes=cloud-platform|storage\.(objectA|a)dmin", commands)
+    assert re.findall(r"storage rm --recursive (\S+)", commands) == ["gs://BUCKET/d12"]  # the text is beside the run
+
+
+@pytest.mark.parametrize("template", ["sky.yaml", "tpu_vm.sh"])
+def test_uv_is_installed_where_the_system_s_python_is_managed(template, tmp_path):
+    """Ubuntu 24.04 and Debian 12 refuse pip outside of an environment (PEP 668)."""
+    marker = subprocess.run(
+        ["/usr/bin/python3", "-c", "import sysconfig; print(sysconfig.get_path('stdlib'))"], capture_output=True, text=True
+    )
+    if marker.returncode or not (Path(marker.stdout.strip()) / "EXTERNALLY-MANAGED").exists():
+        pytest.skip("the system's Python is not externally managed here")
+    (line,) = re.findall(r".*python3 -m pip install .* uv\b", (LAUNCH / template).read_text())
+    (tmp_path / "python3").symlink_to("/usr/bin/python3")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+    assert "No matching distribution found for uv" in done.stderr  # it has come as far as to look for it
+
+
 def test_the_image_has_what_is_committed_and_nothing_else():
     make = subprocess.run(["make", "-n", "image"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.search(r"^git archive HEAD \| docker build (.*\\\n)*.* --file=launch/Dockerfile -$", make, re.MULTILINE)
