@@ -271,8 +271,8 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
             last = torch.zeros_like(x[:, :1])
         elif previous_ids is None:
             raise ValueError(
-                "a network with smear needs previous_ids, the last tokens in the cache; generate() passes them, but not "
-                "with prefill_chunk_size"
+                "a network with smear needs previous_ids, the last tokens in the cache; "
+                "generate() passes them, except with prefill_chunk_size"
             )
         else:
             last = rms_norm(self.embed(previous_ids))[:, None]

@@ -244,15 +244,16 @@ def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(tmp_pa
 
 
 def test_verification_notices_a_cache_that_is_not_read(everything, tmp_path):
-    """Without its cache a network still gives one pass's logits, and each drawn token follows from the last one alone."""
+    """Without its cache a network still gives one pass's logits; each drawn token follows from the last one alone."""
     config, params, folder = everything
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     code = (other / MODELING.name).read_text()
-    assert (broken := code.replace("cache = past_key_values if cache is None else cache", "cache = None")) != code
+    broken = code.replace("cache = past_key_values if cache is None else cache", "cache = None")
+    assert broken != code
     (other / MODELING.name).write_text(broken)
     torch.testing.assert_close(loaded(other)(LONG).logits, loaded(folder)(LONG).logits)
     assert largest_difference(folder, params, config.model, TOKENS)[0] < 1e-4
-    with pytest.raises(RuntimeError, match="with transformers' cache, differ by .* so .*other was removed"):
+    with pytest.raises(RuntimeError, match=r"with transformers' cache, differ by .* so .*other was removed"):
         verify(other, params, config.model, "float32", TOKENS)
 
 

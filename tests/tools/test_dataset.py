@@ -112,5 +112,6 @@ def test_a_step_is_counted_as_in_the_log(tmp_path, monkeypatch, capsys):
         rows = range((step - 1) * batch, step * batch)
         for place in (folder, made):
             assert run(monkeypatch, place, f"--step={step}", "--sequence_length=16") == 0
-            numbers = re.findall(r"of the step, row ([\d,]+) of ", capsys.readouterr().out)
-            assert [int(number.replace(",", "")) for number in numbers] == [order[row][1] for row in rows], (step, place)
+            shown = re.findall(r"of the step, row ([\d,]+) of ", capsys.readouterr().out)
+            numbers = [int(number.replace(",", "")) for number in shown]
+            assert numbers == [order[row][1] for row in rows], (step, place)
