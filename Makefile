@@ -22,7 +22,8 @@ LIST := $(subst $(comma), ,$(EXTRA))
 # What only tests and checks need takes half a minute to install: training does without.
 DEV := $(if $(filter-out train chat reinforce,$(MAKECMDGOALS)),dev)
 EXTRAS := $(subst $(empty) ,$(comma),$(strip $(DEV) $(LIST)))
-# One stamp for each choice of extras, made again when pyproject.toml changes. Stamps are deleted before what they mark.
+# One stamp for each choice of extras, made again when pyproject.toml or constraints.txt changes. Stamps are deleted
+# before what they mark.
 STAMP := $(VENV)/installed-$(or $(subst $(comma),-,$(EXTRAS)),base)
 
 .PHONY: train chat reinforce test setup check docs image
@@ -78,7 +79,8 @@ image: FOR_PLATFORM := $(if $(PLATFORM),--platform=$(PLATFORM))
 image:
 	mkdir -p build/wheels
 	docker run $(FOR_PLATFORM) --rm --volume="$(CURDIR)/build/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
-		python:3.12-slim pip download --dest=/wheels "/tokensum[$(FOR)]" setuptools
+		--volume="$(CURDIR)/constraints.txt:/tokensum/constraints.txt:ro" \
+		python:3.12-slim pip download --dest=/wheels --constraint=/tokensum/constraints.txt "/tokensum[$(FOR)]" setuptools
 	git archive HEAD | docker build $(FOR_PLATFORM) --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
 		--tag=tokensum --file=launch/Dockerfile -
 
@@ -94,7 +96,7 @@ VERSION := import sys; print(sys.version_info[:2])
 HAS_12 := $(wildcard $(VENV)/installed-*cuda12*)
 HAS_13 := $(filter-out $(HAS_12),$(wildcard $(VENV)/installed-*cuda*))
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	$(if $(filter cudacuda12,$(filter cuda,$(LIST))$(CUDA)),\
 		$(error EXTRA=cuda needs driver 580 and a GPU of Turing or later; take EXTRA=cuda12 here, or CUDA= for others))
 	$(if $(or $(and $(HAS_12),$(filter cuda,$(LIST))),$(and $(HAS_13),$(filter cuda12,$(LIST)))),\
@@ -115,9 +117,10 @@ $(STAMP): pyproject.toml
 	echo "installing into $(VENV) with $$python; this takes minutes" >&2; \
 	if command -v uv >/dev/null; then \
 		test -d $(VENV) || uv venv --quiet --python "$$(command -v $$python)" $(VENV) || exit 2; \
-		uv pip install --quiet --python $(BIN)/python -e ".$(EXTRAS:%=[%])"; \
+		uv pip install --quiet --python $(BIN)/python --constraint constraints.txt -e ".$(EXTRAS:%=[%])"; \
 	else \
 		$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $$python -m venv $(VENV); } || exit 2; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".$(EXTRAS:%=[%])"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
+			-e ".$(EXTRAS:%=[%])"; \
 	fi
 	@touch $@

@@ -33,8 +33,8 @@ class Arguments:
     license: str = ""
     """License of the weights, as Hugging Face names it (`apache-2.0`), for the model card of `hf`."""
     verify: bool = False
-    """Load the written folder in transformers, and compare its logits with the network's own on text. It needs torch
-    and transformers, and memory for both networks."""
+    """Load the written folder in transformers, and compare its logits with the network's own: in one pass over text,
+    and while it continues padded rows with its cache. It needs torch and transformers, and memory for both networks."""
 
 
 if __name__ == "__main__":
@@ -63,6 +63,7 @@ from training.optimizer import path_name
 from training.sharded import shard_network, split_model
 
 BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
+DRAWN = 16  # tokens that --verify lets transformers draw for each row
 LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -167,7 +168,7 @@ def model_card(config: Config, step: int, tokens: int | None, val_bpb: float | N
     code = load.format(prompt=prompt, trust=", trust_remote_code=True" if beyond_hf(model) else "")
     facts = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
     about = f"# {config.name}\n\nA language model that {about}"
-    return "\n\n".join([header + about, facts, code, programs(model)]) + "\n"
+    return "\n\n".join([header + about, facts, code, requirements(model)]) + "\n"
 
 
 def text_name(source: str) -> str:
@@ -176,14 +177,14 @@ def text_name(source: str) -> str:
     return join_source([(share, short(name)) for share, name in split_source(source)])
 
 
-def programs(model: ModelConfig) -> str:
-    """Return what other programs do with a network. tests/interchange tries those with a version."""
+def requirements(model: ModelConfig) -> str:
+    """Return what a user needs to run a network. docs/chat.md has the versions that were tried."""
     if lacking := ", ".join(beyond_hf(model)):
-        loaded, others = "transformers 5.23.0, 5.0.0 and 4.57.6 load it", f"vLLM, llama.cpp and mlx-lm lack {lacking}"
-    else:
-        loaded = "transformers 5.23.0 and 5.0.0 load it; 4.57.6 lacks NanoChatForCausalLM"
-        others = "vLLM was not tried, llama.cpp lacks the architecture, and mlx-lm has other names of arrays"
-    return f"Tried: {loaded}. Others: {others}."
+        return (
+            "It needs torch and transformers 4.57.6 or later, which run the code in this folder "
+            f"(`trust_remote_code=True`). vLLM, llama.cpp and mlx-lm lack {lacking}."
+        )
+    return "It needs torch and transformers 5.0 or later (NanoChatForCausalLM). llama.cpp lacks this architecture."
 
 
 def require_transformers() -> None:
@@ -196,8 +197,8 @@ def largest_difference(
     folder: Path, params: dict, model: ModelConfig, tokens: Int[np.ndarray, "rows length"]
 ) -> tuple[float, float]:
     """Return the largest difference between the capped logits of the network in `folder`, loaded by transformers, and
-    of ours, both in float32; and the standard deviation of ours, for comparison. `params`: rounded like the
-    folder's."""
+    of ours in one pass, both in float32; and the standard deviation of ours, for comparison. transformers computes
+    them in one pass over `tokens`, and by `generate()` with its cache. `params`: rounded like the folder's."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -207,7 +208,38 @@ def largest_difference(
     network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     with torch.no_grad():
         theirs = network(torch.tensor(tokens)).logits.numpy()
-    return float(np.max(np.abs(ours - theirs))), float(np.std(ours))
+    sequences, padding, cached = continue_padded(network, tokens)
+    single = np.asarray(logits(params, sequences))
+    last = sequences.shape[1] - cached.shape[1] - padding - 1  # the prompts' last positions
+    expected = np.stack([row[start:][: cached.shape[1]] for row, start in zip(single, last)])
+    difference = max(np.max(np.abs(ours - theirs)), np.max(np.abs(expected - cached)))
+    return float(difference), float(np.std(ours))
+
+
+def continue_padded(
+    network: Any, tokens: Int[np.ndarray, "rows length"]
+) -> tuple[Int[np.ndarray, "rows length"], Int[np.ndarray, " rows"], np.ndarray]:
+    """Let transformers continue the beginnings of rows as it does by default: greedily here, with its cache, as a batch
+    that is padded on the left. Return the rows with their padding moved to the end, where no token sees it; the padding
+    of each; and the logits of the drawn tokens [rows, drawn, vocab_size]."""
+    import torch
+
+    rows, length = tokens.shape
+    drawn = min(DRAWN, length // 2)
+    padding = np.arange(rows) % (length - drawn)
+    prompts = np.stack([np.roll(row[: length - drawn], pads) for row, pads in zip(tokens, padding)])
+    mask = np.arange(length - drawn) >= padding[:, None]
+    output = network.generate(
+        torch.tensor(prompts),
+        attention_mask=torch.tensor(mask, dtype=torch.long),
+        do_sample=False,
+        min_new_tokens=drawn,
+        max_new_tokens=drawn,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    moved = [np.roll(row, -pads) for row, pads in zip(output.sequences.numpy(), padding)]
+    return np.stack(moved).astype(np.int32), padding, torch.stack(output.logits, dim=1).numpy()
 
 
 def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: np.ndarray) -> str:
@@ -216,7 +248,8 @@ def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: n
     rounded = jax.tree.map(lambda leaf: leaf.astype(np.dtype(dtype)).astype(np.float32), params)
     difference, size = largest_difference(folder, rounded, model, tokens)
     result = (
-        f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
+        f"logits of {tokens.size} tokens of Python's library, and of their continuation with transformers' cache, "
+        f"differ by at most {difference:.2g} (spread {size:.2g})"
     )
     if not difference <= BOUND:  # nan included
         shutil.rmtree(folder)

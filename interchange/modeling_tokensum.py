@@ -4,7 +4,7 @@
 
 It needs only torch and transformers, not the code that trained the network. model/gpt.py is the original. Left padding,
 caches (also of a fixed size), generation with several beams and gradient checkpointing work. Several documents in a row
-do not.
+do not. `forward` refuses a keyword that it does not know: to ignore one would change results without a word.
 """
 
 import torch
@@ -15,10 +15,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+"""The cache's name in the installed transformers: 5.24 renamed it."""
+KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position"}
+"""Keywords of the loss function; and what a cache says itself."""
+
 
 class TokensumConfig(PretrainedConfig):
     model_type = "tokensum"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = (CACHE,)
 
     vocab_size: int = 258
     hidden_size: int = 64
@@ -56,6 +61,17 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 
 def matrix(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
+
+
+def require_one_document(position_ids: torch.Tensor, mask: torch.Tensor | None, past: int) -> None:
+    """Raise ValueError unless `position_ids` [1 or batch, length] count by one from token to token. Where they start
+    changes nothing: rotary attention sees differences. `mask` [batch, past + length]: padding is not looked at."""
+    steps = position_ids.diff(dim=-1)
+    if mask is not None:
+        there = mask[:, past:]
+        steps = steps.expand(len(mask), -1)[there[:, 1:] & there[:, :-1]]
+    if (steps != 1).any():
+        raise ValueError("position_ids must count by one: several documents in a row are not computed")
 
 
 class Attention(nn.Module):
@@ -96,7 +112,7 @@ class Attention(nn.Module):
             v = v + gate[..., None] * self.value_embedding(tokens).view(heads)
         v = v.transpose(1, 2)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer)
+            k, v = cache.update(k, v, self.layer, {"cache_position": positions})  # transformers 4 needs the positions
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         if mask is None and self.window is None and k.shape[2] == q.shape[2]:
@@ -126,8 +142,8 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.attention, self.mlp = Attention(config, layer), MLP(config)
 
-    def forward(self, x: torch.Tensor, *of_attention, past_key_values: Cache | None = None) -> torch.Tensor:
-        x = x + self.attention(rms_norm(x), *of_attention, past_key_values)
+    def forward(self, x: torch.Tensor, *of_attention) -> torch.Tensor:
+        x = x + self.attention(rms_norm(x), *of_attention)
         return x + self.mlp(rms_norm(x))
 
 
@@ -172,9 +188,10 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the inputs with the previous token, which `smear` reads and no cache contains."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, **kwargs)
-        cache = inputs.get("past_key_values")
-        if self.config.smear and cache is not None and cache.get_seq_length():
-            inputs["previous_ids"] = input_ids[:, cache.get_seq_length() - 1]
+        cache = inputs.get(CACHE)
+        past = 0 if cache is None else cache.get_seq_length()
+        if self.config.smear and 0 < past < input_ids.shape[1]:  # else input_ids lacks the tokens in the cache
+            inputs["previous_ids"] = input_ids[:, past - 1]
         return inputs
 
     def forward(
@@ -185,20 +202,34 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         previous_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ):
         """Take `previous_ids` [batch]: the last tokens in the cache; a network with smear needs them with a cache.
-        Positions count from the start of the text: left padding changes nothing."""
+        Positions count from the start of the text: left padding changes nothing. `cache` and `past_key_values` are
+        two names of one thing. Raise TypeError for an unknown keyword, and ValueError for what is not computed."""
         config = self.config
+        position_ids = kwargs.pop("position_ids", None)  # if forward named them, generate() would pass them
+        given = {name for name, value in kwargs.items() if value is not None and value is not False}
+        if unknown := given - KNOWN:
+            raise TypeError(f"{type(self).__name__} does not know {', '.join(sorted(unknown))}")
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError("attention_mask must be [batch, length]")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one thing: pass one of them")
+        cache = past_key_values if cache is None else cache
+        replayed = self.blocks[0].gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if replayed and cache is not None:
+            raise ValueError("gradient checkpointing computes each block twice, and would write twice to a cache")
+        if use_cache and cache is None and not replayed:
+            cache = DynamicCache()
+        past = 0 if cache is None else int(cache.get_seq_length())
         positions = past + torch.arange(input_ids.shape[1], device=input_ids.device)
         mask = None if attention_mask is None else attention_mask.bool()
+        if position_ids is not None:
+            require_one_document(position_ids, mask, past)
         angles = self.angles(positions)
         x = rms_norm(self.embed(input_ids))
         if config.smear:
@@ -209,17 +240,18 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
                 kept = self.resid_lambdas[i].float() * x.float() if config.resid_lambdas else x
                 added = self.x0_lambdas[i].float() * first.float() if config.x0_lambdas else 0
                 x = (kept + added).type_as(first)
-            x = block(x, input_ids, angles, positions, mask, past_key_values=past_key_values)
+            x = block(x, input_ids, angles, positions, mask, cache)
             if i == config.num_hidden_layers // 2:
                 middle = x
         if config.backout:
             x = (x.float() - self.backout_lambda.float() * middle.float()).type_as(first)
-        logits = self.lm_head(rms_norm(x)[:, -logits_to_keep:])  # 0: all
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # 0: all
+        logits = self.lm_head(rms_norm(x)[:, keep])
         logits = config.softcap * torch.tanh(logits.float() / config.softcap)
         loss = None  # kwargs has Trainer's num_items_in_batch: the mean is over all tokens of its step
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return output.to_tuple() if return_dict is False else output
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +271,8 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
             last = torch.zeros_like(x[:, :1])
         elif previous_ids is None:
             raise ValueError(
-                "a network with smear needs previous_ids, the last tokens in past_key_values; generate() passes them"
+                "a network with smear needs previous_ids, the last tokens in the cache; "
+                "generate() passes them, except with prefill_chunk_size"
             )
         else:
             last = rms_norm(self.embed(previous_ids))[:, None]

@@ -36,7 +36,9 @@ limit() { # also if the set-up or the run hangs
 set_up() {
     rm -rf code && mkdir code && gcloud storage cp "$CODE" - | tar -x -C code || return
     mkdir -p data && { [ -z "$DATA" ] || gcloud storage rsync --recursive "$DATA" data; } || return
-    python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 &&
+    # Ubuntu 24.04 forbids pip otherwise (PEP 668), and older pips do not know the variable.
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user --quiet uv &&
+        ~/.local/bin/uv python install --quiet 3.12 &&
         make -C code setup EXTRA=tpu,gcs PYTHON="$(~/.local/bin/uv python find 3.12)" && touch ready
 }
 run() {

@@ -227,7 +227,7 @@ class MetricsLog:
             return
         rows = self.text.preview_batch(self.step_batches.row_numbers(step - 1 - self.start_step))
         spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
-        LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step - 1}")
+        LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.config.run_dir} --step={step}")
         self.write(step, {"spike": {"loss": loss, "median": usual, **rows}})
         tell(self.config, "spike", spike, step)
 

@@ -20,8 +20,8 @@ class Arguments:
 
     path: Annotated[str, tyro.conf.Positional]
     """A dataset's folder; or a run's, here or at gs://, whose text, seed, packing and sizes apply."""
-    step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Show the batch of this step (the first is 0). For a run: the step's actual batch."""
+    step: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    """Show the batch of this step, counted from 1 as in metrics.jsonl. For a run: the step's actual batch."""
     rows: Positive[int] = 4
     """Rows of the batch to show."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
@@ -138,7 +138,7 @@ def document_text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
 def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) -> None:
     """Print at most `most` rows of a step's batch. `vocab_size`: the tokenizer's, if the config's is smaller."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
+    position, tokens = batch_of(Events(path).read(), step - 1, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
     text = open_text(config.data, max(config.model.vocab_size, vocab_size), length, size, cache_dir())
     sequence = RowSequence(text.train, text.mixture, config.seed)

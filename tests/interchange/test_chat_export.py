@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packaging.version import Version
 
 jinja2 = pytest.importorskip("jinja2")
 torch = pytest.importorskip("torch")
@@ -103,7 +104,17 @@ def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(chat, monkeyp
     assert [answer["content"] for answer in answers] == [TOKENIZER.decode(answer.tokens) for answer in ours]
     assert {answer.finished for answer in ours} == {"stop", "length"}
     assert of_template == encode(text, add_special_tokens=False).input_ids == prompts[0]
-    assert transformers.__version__ in card
+    batch = names["chat"](asked, do_sample=False, max_new_tokens=20, batch_size=len(asked))  # padded on the left
+    assert [answer[0]["generated_text"][-1] for answer in batch] == answers
+    (oldest,) = re.findall(r"transformers ([\d.]+) or later", card)
+    assert Version(oldest) <= Version(transformers.__version__)
+
+
+@pytest.mark.parametrize("features", [{}, ALL_EXPORTED], ids=["NanoChatForCausalLM", "the modeling file"])
+def test_the_card_says_what_a_user_needs_and_tells_of_no_test(features):
+    card = model_card(Config("one", model=replace(TINY, **features)), 8, 4096, None, "", True)
+    assert not re.search("(?i)tried|tested", card)
+    assert "torch and transformers" in card.splitlines()[-1] and ("vLLM" in card) == bool(features)
 
 
 def test_more_tokens_find_room_in_every_table(chat):

@@ -7,6 +7,7 @@ Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from dataclasses import replace
@@ -22,6 +23,8 @@ from tokenizers import Tokenizer
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 import export
 from configs.schema import BatchConfig, ModelConfig
 from configs.validation import resolved
@@ -29,10 +32,10 @@ from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
 from evaluation.evaluator import make_generate
-from export import largest_difference
+from export import largest_difference, verify
 from interchange import convert
 from interchange.folders import beyond_hf, json_with_bos, write_hf
-from interchange.formats import hf_name, own_name, turned
+from interchange.formats import MODELING, hf_name, own_name, turned
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.record import read_metrics
@@ -51,6 +54,7 @@ TOKENIZER = train_tokenizer(TEXTS, 300)
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40), np.int32)
 ALL_EXPORTED = together(EXPORTED)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
 def written(folder: Path, model: ModelConfig):
@@ -114,9 +118,68 @@ def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everyth
         np.testing.assert_array_equal(ours[0, 5:17], padded[0, 8:])
     beams = [generate(ids, ones, num_beams=3, use_cache=use) for use in (True, False)]
     np.testing.assert_array_equal(*beams)
-    cache = theirs(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="needs previous_ids"):
-        theirs(ids[:, :1], past_key_values=cache)
+
+
+LONG = torch.tensor(TOKENS, dtype=torch.long)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.no_grad()
+def test_each_name_of_the_cache_gives_the_logits_of_one_pass(everything, name):
+    """transformers 5.24 passes `cache`, earlier ones pass `past_key_values`. An unread name is a lost context."""
+    theirs = loaded(everything[2])
+    expected = theirs(LONG).logits
+    output = theirs(LONG[:, :5], use_cache=True)
+    found = [output.logits]
+    for at in range(5, LONG.shape[1]):
+        output = theirs(LONG[:, at, None], previous_ids=LONG[:, at - 1], **{name: output[CACHE]})
+        found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_keywords_that_change_nothing_are_taken_and_others_refused(everything):
+    theirs = loaded(everything[2])
+    expected = theirs(LONG).logits
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    positions = torch.arange(40)[None]
+    for nothing in (
+        {"output_attentions": False, "output_hidden_states": None, "num_items_in_batch": 7},
+        {"cache_position": positions[0]},
+        {"position_ids": positions},
+        {"position_ids": positions + 9},
+        {"logits_to_keep": torch.arange(40)},
+    ):
+        assert torch.equal(theirs(LONG, **nothing).logits, expected), nothing
+    theirs(LONG[:, :5], attention_mask=padding, position_ids=(padding.cumsum(-1) - 1).clamp(0))  # as generate() counts
+    assert torch.equal(theirs(LONG, logits_to_keep=torch.tensor([2, 3])).logits, expected[:, 2:4])
+    cache = theirs(LONG[:, :5], use_cache=True)[CACHE]
+    for wrong, message in (
+        ({"past_key_value": cache, "token_type_ids": LONG}, "does not know past_key_value, token_type_ids"),
+        ({"inputs_embeds": torch.zeros(2, 40, 64)}, "does not know inputs_embeds"),
+        ({"output_hidden_states": True}, "does not know output_hidden_states"),
+        ({"position_ids": positions % 20}, "several documents in a row"),
+        ({"cache": cache, "past_key_values": cache}, "two names of one thing"),
+        ({"cache": cache}, "needs previous_ids"),
+        ({"attention_mask": torch.ones(2, 1, 40, 40)}, r"must be \[batch, length\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            theirs(LONG, **wrong)
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        theirs.generate(LONG, prefill_chunk_size=7, max_new_tokens=2)
+
+
+def test_training_with_gradient_checkpointing_writes_to_no_cache_and_draws_with_one(everything):
+    """Blocks that are computed twice would write twice; and without gradients a dropped cache is a lost context."""
+    theirs = loaded(everything[2])
+    draw = lambda: theirs.generate(LONG[:, :5], attention_mask=torch.ones(2, 5), **GREEDY, max_new_tokens=8)
+    drawn, cache = draw(), theirs(LONG[:, :5], use_cache=True)[CACHE]
+    theirs.train()
+    theirs.gradient_checkpointing_enable()
+    assert torch.equal(draw(), drawn)
+    assert CACHE not in theirs(LONG, use_cache=True)
+    with pytest.raises(ValueError, match="write twice"):
+        theirs(LONG[:, 5:], previous_ids=LONG[:, 4], cache=cache)
 
 
 @pytest.mark.medium
@@ -177,6 +240,20 @@ def test_transformers_trainer_takes_one_step_however_eight_rows_are_split(tmp_pa
         other_loss, other = step(width)
         assert other_loss == pytest.approx(loss, rel=1e-5), width
         assert torch.linalg.vector_norm(other - gradient) < 1e-4 * torch.linalg.vector_norm(gradient), width
+
+
+def test_verification_notices_a_cache_that_is_not_read(everything, tmp_path):
+    """Without its cache a network still gives one pass's logits; each drawn token follows from the last one alone."""
+    config, params, folder = everything
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    code = (other / MODELING.name).read_text()
+    broken = code.replace("cache = past_key_values if cache is None else cache", "cache = None")
+    assert broken != code
+    (other / MODELING.name).write_text(broken)
+    torch.testing.assert_close(loaded(other)(LONG).logits, loaded(folder)(LONG).logits)
+    assert largest_difference(folder, params, config.model, TOKENS)[0] < 1e-4
+    with pytest.raises(RuntimeError, match=r"with transformers' cache, differ by .* so .*other was removed"):
+        verify(other, params, config.model, "float32", TOKENS)
 
 
 def test_a_network_saved_by_transformers_is_read_back_exactly(pair, tmp_path):

@@ -102,7 +102,7 @@ def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
     assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
     assert spikes[0]["spike"] == {"loss": 3.1, "median": 2.0, "rows": [[0, ENOUGH + 2]]}
     assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in messages[0]
-    assert f"python -m tools.dataset {tmp_path} --step={ENOUGH + 1}" in messages[0]
+    assert f"python -m tools.dataset {tmp_path} --step={ENOUGH + 2}" in messages[0]
 
 
 def test_skipped_steps_are_reported_with_their_reason_and_ten_in_a_row_end_the_run(make, tmp_path, messages):

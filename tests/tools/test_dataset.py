@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from configs.schema import DataConfig, UserError
+from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
+from data.loader import RowSequence
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.prepare.shard_writer import write_shard
@@ -72,7 +74,7 @@ def test_conversations_mark_the_tokens_that_are_learned(tmp_path, monkeypatch, c
     count = sum(command.read_documents(data, part).learned.sum() for part in ("train", "val"))
     (answer,) = data.tokenizer.encode(["answer"])
     assert "stream" not in printed and count == 120 * (len(answer) + 1)  # the end token included
-    assert run(monkeypatch, tmp_path / "data", "--sequence_length=16", "--step=0", "--rows=1") == 0
+    assert run(monkeypatch, tmp_path / "data", "--sequence_length=16", "--step=1", "--rows=1") == 0
     assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
 
 
@@ -94,5 +96,22 @@ def test_a_run_in_a_bucket_is_that_of_the_folder(tmp_path, monkeypatch, capsys, 
             run(monkeypatch, missing, "--step=3")
     assert run(monkeypatch, made, "--step=3", "--sequence_length=16") == 0
     assert "step 3: 4 rows of 16 tokens, of which 4 follow" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"^--step=-1 cannot work: "):
-        run(monkeypatch, made, "--step=-1")
+    with pytest.raises(UserError, match=r"^--step=0 cannot work: "):
+        run(monkeypatch, made, "--step=0")
+
+
+def test_a_step_is_counted_as_in_the_log(tmp_path, monkeypatch, capsys):
+    """metrics.jsonl calls the first step 1, and a message about a step is followed by this command."""
+    (tmp_path / "one.txt").write_text("some words of text\n" * 4000)
+    made, batch = tmp_path / "data", 4
+    prepare(Preparation(source=str(tmp_path / "one.txt"), vocab_size=273, val_fraction=0.3), made)
+    folder = write_run(tmp_path / "run", batch=batch * 16, data=DataConfig(str(made)), length=16)
+    text = open_text(DataConfig(str(made)), 273, 16, batch, tmp_path / "cache")
+    order = RowSequence(text.train, text.mixture, 0)
+    for step in (1, 2, 10):
+        rows = range((step - 1) * batch, step * batch)
+        for place in (folder, made):
+            assert run(monkeypatch, place, f"--step={step}", "--sequence_length=16") == 0
+            shown = re.findall(r"of the step, row ([\d,]+) of ", capsys.readouterr().out)
+            numbers = [int(number.replace(",", "")) for number in shown]
+            assert numbers == [order[row][1] for row in rows], (step, place)
