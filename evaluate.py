@@ -62,6 +62,7 @@ from jax.sharding import Mesh
 
 from data.dataset import Text, open_text, shortest
 from data.loader import held_out_batches
+from data.prepare.corpus import Document
 from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
 from evaluation.core import Task
 from evaluation.evaluator import evaluate
@@ -154,8 +155,12 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    options = arguments.text_column, cache_dir(), arguments.text_extensions
-    read = partial(read_documents, arguments.source, arguments.documents, *options)
+
+    def read() -> tuple[list[Document], int]:
+        return read_documents(
+            arguments.source, arguments.documents, arguments.text_column, cache_dir(), arguments.text_extensions
+        )
+
     documents, skipped = on_every_process("their text", read)
     sizes = [len(document.text.encode()) for document in documents]
 

@@ -20,6 +20,7 @@ from configs.schema import UserError
 T = TypeVar("T")
 
 RETRY_SECONDS = 300  # retries of a failing disk or store last this long
+LONGEST_ASKED = 3600  # seconds that a server may ask to wait
 FEWEST_ATTEMPTS = 3  # and are at least this many: one attempt may take longer than that to fail
 LONGEST_PAUSE = 30  # seconds between attempts
 # Errors of file systems that persist until somebody changes something, by number and, if they have none, by kind.
@@ -57,8 +58,10 @@ def is_there(path: Any) -> bool:
         return path.exists()
     try:
         os.stat(path)  # epath's stat fails if the owner or group has no name on this machine (google/etils#790)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return False
+        raise
     return True
 
 
@@ -161,15 +164,16 @@ def _system_error(error: BaseException) -> int | None:
 def with_retries(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
     RETRY_SECONDS and at least FEWEST_ATTEMPTS attempts; then raise StorageLost. Pause for as long as a server asks
-    (Retry-After). Raise other exceptions at once."""
+    (Retry-After), or give up at once if that is above LONGEST_ASKED. Raise other exceptions at once."""
+    enough = tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(FEWEST_ATTEMPTS))
     growing = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE)
 
-    def pause(state: tenacity.RetryCallState) -> float:
-        return growing(state) + _asked_pause(state.outcome.exception() if state.outcome else None)
+    def asked(state: tenacity.RetryCallState) -> float:
+        return _asked_pause(state.outcome.exception() if state.outcome else None)
 
     again = tenacity.Retrying(
-        stop=tenacity.stop_all(tenacity.stop_after_delay(RETRY_SECONDS), tenacity.stop_after_attempt(FEWEST_ATTEMPTS)),
-        wait=pause,
+        stop=lambda state: enough(state) or asked(state) > LONGEST_ASKED,
+        wait=lambda state: growing(state) + asked(state),
         retry=tenacity.retry_if_exception(is_transient),
         before_sleep=partial(_say, what),
         reraise=True,
@@ -184,7 +188,8 @@ def with_retries(what: str, function: Callable[[], T]) -> T:
 
 def _asked_pause(error: BaseException | None) -> float:
     """Return the seconds that a server asks to wait before the next request; 0 if it asks for none."""
-    asked = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "0")
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    asked = headers.get("Retry-After", "0")
     if asked.isdigit():
         return int(asked)
     try:
@@ -196,8 +201,10 @@ def _asked_pause(error: BaseException | None) -> float:
 def described(error: BaseException) -> str:
     """Return an error in a line that starts with 1 if it may pass, else with 0. A full disk is said to be full, which
     tensorstore says at the end of a long line."""
-    full = [number for cause in causes(error) if (number := _system_error(cause)) in (errno.ENOSPC, errno.EDQUOT)]
-    return f"{int(is_transient(error))} {f'{FULL} ({os.strerror(full[0])})' if full else first_line(error)}"
+    numbers = {_system_error(cause) for cause in causes(error)}
+    full = [number for number in (errno.ENOSPC, errno.EDQUOT) if number in numbers]
+    message = f"{FULL} ({os.strerror(full[0])})" if full else first_line(error)
+    return f"{int(is_transient(error))} {message}"
 
 
 def _say(what: str, state: tenacity.RetryCallState) -> None:

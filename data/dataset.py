@@ -154,9 +154,11 @@ def open_text(
             if too_long:
                 or_cut = ", or --data.too_long=cut" * (config.too_long == "drop")
                 advice = f"a smaller --batch.tokens_per_step, a larger --batch.sequence_length{or_cut}; {too_long}"
+            # An evaluation asks for one row.
+            of_step = f" (--batch.tokens_per_step={rows_per_step * length})" * (rows_per_step > 1)
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
-                f"held out; a step takes {needed} rows (--batch.tokens_per_step={rows_per_step * length}), and 1 must "
+                f"held out; a step takes {needed} rows{of_step}, and 1 must "
                 f"be held out: give more text, or {advice}"
             )
         for some, what in ((rows, ""), (held_out, "held-out ")):

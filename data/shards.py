@@ -128,7 +128,12 @@ def _open_files() -> Callable[[Shard], BinaryIO]:
     system lets this process open (`ulimit -n`)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN if limit == resource.RLIM_INFINITY else min(OPEN, limit // 4)
-    return lru_cache(most)(lambda shard: shard.path.open("rb", buffering=0))
+
+    @lru_cache(most)
+    def opened(shard: Shard) -> BinaryIO:
+        return shard.path.open("rb", buffering=0)
+
+    return opened
 
 
 def from_disk(path: Path, read: Callable[[], T]) -> T:

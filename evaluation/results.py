@@ -41,6 +41,8 @@ def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
         lines = [json.loads(line) for line in dict.fromkeys(complete)]  # two commands at once wrote one twice
         lines = lines or [facts]
         before = lines[0]
+        if not isinstance(before, dict):
+            raise ValueError("its first line has no facts of an evaluation")
         differ = [f"{name} {before.get(name)}, now {facts[name]}" for name in facts if before.get(name) != facts[name]]
         if differ:
             raise UserError(

@@ -50,8 +50,9 @@ def share_interval(share: float | int, count: float | int) -> list[float]:
 def mean_share_interval(shares: Float[np.ndarray, "items"]) -> list[float]:
     """Return the interval of the mean of shares, one for each of independent items: Wilson's, for as many answers, each
     right or wrong, as give the mean the same variance."""
-    mean, variance = float(shares.mean()), float(shares.var())
-    count = len(shares) * mean * (1 - mean) / variance if variance else len(shares)
+    mean = float(shares.mean())
+    are_equal = shares.max() == shares.min()  # rounding may give them a variance above 0
+    count = len(shares) if are_equal else len(shares) * mean * (1 - mean) / float(shares.var())
     return share_interval(mean, count)
 
 

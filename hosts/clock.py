@@ -32,7 +32,8 @@ class RunningClock:
             return now - self.stopped
 
     def _tick(self) -> None:
-        while not threading.Event().wait(TICK):
+        never = threading.Event()
+        while not never.wait(TICK):
             self.seconds()
 
 

@@ -229,7 +229,7 @@ def on_every_process(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function` here, once it has returned on every process. If it raises an exception on some,
     all raise the first kind of SHARED_ERRORS, in that order, with the process's number: StorageLost for another error
     that may pass, FailedElsewhere for any other, except where it was raised. So all end with one exit code. `function`
-    must not wait for another process."""
+    must not exchange, nor wait for another process without end."""
     if distributed.global_state.num_processes == 1:
         return function()
     failure: Exception | None = None

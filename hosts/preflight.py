@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.files import RETRY_SECONDS, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 from configs.schema import Config, UserError
-from hosts.distributed import exchange, on_first_process
+from hosts.distributed import exchange, on_every_process, on_first_process
 from hosts.runtime import TrainingAborted, code_digest, versions
 from hosts.stop import time_limit
 from model.gpt import parameter_counts
@@ -57,7 +57,12 @@ def problems_here(config: Config) -> list[str]:
     """Return the problems of this host with the run's folder, which process 0 has made. Every process must call it."""
     if in_bucket(config.run_dir):
         return on_first_process(partial(with_retries, config.run_dir, partial(refusals, config.run_dir)))
-    folder, until = Path(config.run_dir), time.monotonic() + VISIBLE_SECONDS
+    return on_every_process("its view of the run's folder", partial(problems_on_disk, Path(config.run_dir)))
+
+
+def problems_on_disk(folder: Path) -> list[str]:
+    """Return the problems of this host with a folder on a disk that all share."""
+    until = time.monotonic() + VISIBLE_SECONDS
     while not with_retries(str(folder), partial(is_there, folder)):
         if time.monotonic() > until:
             return [f"does not see {folder} of process 0: all hosts must share it"]

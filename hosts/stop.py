@@ -84,6 +84,7 @@ class Stop:
         """Let signals end the start inside at once until its first step, and limit the time in which it ends."""
         self.leaving.close()  # of a start before it in this process
         self.training = self.has_trained = False
+        self._raise_request()  # of a start before it, whose step then failed
         try:
             yield
         except BaseException as error:
@@ -133,14 +134,17 @@ class Stop:
         if number == signal.SIGHUP and jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    @contextmanager
-    def deferred_signals(self) -> Iterator[None]:
-        """Let a request wait for the end of a step inside, and change nothing after it: the run is at its end. If JAX
-        swallowed an earlier request's exception, raise it again."""
+    def _raise_request(self) -> None:
         if self.code == Exit.INTERRUPTED:
             raise KeyboardInterrupt
         if self.code:
             raise SystemExit(self.code)
+
+    @contextmanager
+    def deferred_signals(self) -> Iterator[None]:
+        """Let a request wait for the end of a step inside, and change nothing after it: the run is at its end. If JAX
+        swallowed an earlier request's exception, raise it again."""
+        self._raise_request()
         self.training = self.has_trained = True
         try:
             yield

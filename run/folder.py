@@ -24,6 +24,7 @@ from hosts.runtime import versions
 from model.gpt import parameter_shapes
 from run.checkpoint_files import checkpoint_folder, finished_steps
 from run.record import (
+    TAKEN,
     Events,
     fetch_locally,
     fetch_record,
@@ -66,6 +67,7 @@ class RunLock:
             with suppress(Exception):  # the store may not answer
                 if is_of_this_process(lock_holder(self.run_dir)):
                     (storage_path(self.run_dir) / "lock").unlink()
+            TAKEN.discard(str(self.run_dir))
         if self.file:
             with suppress(OSError, UserError):  # the disk may be gone, or the events damaged
                 if kind and issubclass(kind, UserError):
@@ -124,6 +126,7 @@ def take_over(run_dir: str) -> None:
             f"{run_dir} was being written to by {holder}: if that process is alive, it ends at its next save"
         )
     (storage_path(run_dir) / "lock").write_text(line_of_lock())
+    TAKEN.add(run_dir)
 
 
 def _holder(file: IO) -> str:
@@ -149,6 +152,8 @@ def writing_to(run_dir: str | Path, function: Callable[[], T]) -> T:
 class RunStatus(NamedTuple):
     """The state of a run by its folder. It converts to JSON, so one process reads it for all."""
 
+    has_steps: bool
+    """Whether a start of it came to a step: a start without one does not bind later ones."""
     changes: list[str]
     """Options that differ from the first start's and change the result."""
     finished: int
@@ -176,9 +181,9 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
     # Steps only in the metrics: a run before its first checkpoint, or a version without events.
     logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
     has_steps = saved_up_to(events) or logged or finished_steps(config.run_dir)
-    if not has_steps:  # a start without a step does not bind later ones
+    if not has_steps:
         write_config_json(record, config, fingerprint, [])
-        return RunStatus([], 0, 0)
+        return RunStatus(False, [], 0, 0)
     facts, first = read_config_json(record)
     before = options(first) | {"dataset": facts["dataset"]}
     now = options(dataclasses.replace(config, data=absolute(config.data))) | {"dataset": fingerprint}
@@ -201,7 +206,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> RunStatu
             "or --accept_changes to continue it with these"
         )
     saved = saved_up_to(events) if events else logged
-    return RunStatus(changes, _finished(folder), saved)
+    return RunStatus(True, changes, _finished(folder), saved)
 
 
 def is_of_a_run(record: Path) -> bool:

@@ -66,7 +66,12 @@ class Clock:
 
     def dispatched(self, metrics: Any) -> None:
         """Note the newest step's metrics, which are ready once the devices have completed it."""
-        self.devices_done = self.watching.submit(lambda: (jax.block_until_ready(metrics), running_seconds())[1])
+
+        def done_at() -> float:
+            jax.block_until_ready(metrics)
+            return running_seconds()
+
+        self.devices_done = self.watching.submit(done_at)
 
     def rates(self, tokens: int) -> tuple[float, float]:
         """Return the tokens per second since the last reading, at which the run had fewer than `tokens` tokens, and the

@@ -151,14 +151,20 @@ def local_path(run_dir: str | Path) -> Path:
     return Path(_copies().name) / sha256(str(source).encode()).hexdigest()[:16] / source.name
 
 
+TAKEN: set[str] = set()
+"""Runs in buckets that this process has taken over. A process deletes its lock when it ends."""
+
+
+@cache
 def line_of_lock() -> str:
-    """Return the line of this process for the lock of a run's folder."""
+    """Return the line of this process for the lock of a run's folder. It is the same at each call: containers may share
+    a host's name and a process's number, but not the time."""
     return f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
 
 
 def is_of_this_process(line: str) -> bool:
     """Return whether a line of a lock is this process's."""
-    return line.startswith(line_of_lock().partition(",")[0] + ",")
+    return line == line_of_lock().rstrip("\n")
 
 
 def lock_holder(run_dir: str | Path) -> str:
@@ -171,7 +177,11 @@ def other_writer(run_dir: str | Path) -> str:
     """Return who took the lock of the run's folder after this process did, if anybody: a bucket has no locks, and some
     disks lock for each machine alone (NFS with local_lock, Lustre with localflock)."""
     holder = lock_holder(run_dir)
-    return "" if is_of_this_process(holder) else holder
+    if is_of_this_process(holder):
+        return ""
+    if not holder and str(run_dir) in TAKEN:
+        return "a process that has ended"
+    return holder
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,7 +153,10 @@ class Saver(Checkpoints):
 
     def save_last(self, step: int, state: TrainState, facts: dict) -> None:
         """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause. Raise
-        TrainingAborted after ten, if the reason does not pass by itself, else StorageLost after RETRY_SECONDS."""
+        TrainingAborted after ten, if the reason does not pass by itself, else StorageLost after RETRY_SECONDS. Raise
+        TrainingAborted, too, if the run has lost its folder."""
+        if lost := on_first_process(partial(with_retries, str(self.folder), partial(self._how_lost, facts))):
+            raise TrainingAborted(lost)
 
         def attempt() -> list[Failure]:
             self.wait()
@@ -212,7 +216,9 @@ class Saver(Checkpoints):
         old = on_first_process(lambda: self._old(self.steps))
         self.steps = [step for step in self.steps if step not in old]
         if jax.process_index() == 0:
-            delete(self.folder, old)
+            with suppress(Exception):  # the disk does not answer; the next start repeats this
+                if not other_writer(self.run_dir):  # who may keep others
+                    delete(self.folder, old)
 
     def _clear(self) -> None:
         """Delete what a kill or a failure left half written or half deleted. Move aside any other incomplete folder

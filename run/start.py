@@ -110,8 +110,9 @@ def claim_folder(config: Config, text: Text, accept_changes: bool) -> RunStatus:
     # On one process: an NFS client that looks too early does not see the folder for a while.
     claim = partial(open_run, config, text.fingerprint, accept_changes)
     status = RunStatus(*on_first_process(partial(writing_to, config.run_dir, claim)))
-    # After all options that differ are listed: another tokenizer follows from some of them.
-    on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
+    if status.has_steps:
+        # After all options that differ are listed: another tokenizer follows from some of them.
+        on_first_process(lambda: text.tokenizer.require_same_in(local_path(config.run_dir) / "tokenizer"))
     find_checkpoints = partial(require_checkpoints, config, status.saved)
     on_first_process(partial(with_retries, config.run_dir, find_checkpoints))
     if status.finished < config.steps:

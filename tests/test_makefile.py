@@ -62,7 +62,7 @@ class Clone:
         """Take the set-up of the folder `installed`, if it has one."""
         self.folder = folder
         (folder / "bin").mkdir(parents=True)
-        for name in ("Makefile", "pyproject.toml"):
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy2(ROOT / name, folder)
         if installed and (installed / ".venv").exists():
             shutil.copytree(installed / ".venv", folder / ".venv")

@@ -48,7 +48,8 @@ def as_messages(turns: list) -> list:
 
 def of_mmlu(row: Row) -> list[Message]:
     """Return a question, and the letter of its answer."""
-    letter, choices = dict(enumerate("ABCD"))[parsed(row["answer"])], parsed(row["choices"])
+    letter = dict(enumerate("ABCD"))[int(row["answer"])]  # a .csv has it as text
+    choices = parsed(row["choices"])
     return [multiple_choice(row["question"], "ABCD", choices), {"role": "assistant", "content": letter}]
 
 

@@ -49,6 +49,8 @@ def find_corpus(
     if len(sources) > 1 and any(one in LIBRARY or one.startswith("hf:") for one in sources):
         raise UserError(f"--source {named}: several sources are files, folders and globs on this machine")
     conversations = conversations or named == CHAT_STDLIB
+    if library and extensions:
+        raise UserError(f"--text_extensions is for files of your own, and {named} is this Python's library")
     if conversations and extensions:
         raise UserError("--text_extensions is for text, and conversations are .jsonl, .json, .parquet, .csv or .tsv")
     text_column = text_column or (MESSAGES if conversations else "text")

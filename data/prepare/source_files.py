@@ -97,10 +97,12 @@ def csv_rows(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterat
         if problem := problem_of_nuls("".join(names)):
             raise UserError(f"{file.url}: {problem}")
         columns = _columns(file, column, names, nested)
+        if twice := [name for name in columns if names.count(name) > 1]:
+            raise UserError(f"{file.url} has several columns {twice[0]!r}; give each a name of its own")
         line = reader.line_num + 1
         for values in reader:
-            if problem := problem_of_nuls("".join(values)):
-                yield line, ValueError(problem)
+            if problem_of_nuls("".join(values)):  # the header was no UTF-16
+                yield line, ValueError(NULS)
             elif len(values) == len(names):
                 row = {name: value for name, value in zip(names, values) if name in columns}
                 yield line, json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape")

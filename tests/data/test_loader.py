@@ -163,7 +163,12 @@ def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
 
 def tokenizer_of(sizes: np.ndarray) -> TextTokenizer:
     """Return a tokenizer whose tokens have these bytes."""
-    return type("Sized", (TextTokenizer,), {"token_bytes": sizes, "added_bytes": 0})("")
+
+    class Sized(TextTokenizer):
+        token_bytes = sizes
+        added_bytes = 0
+
+    return Sized("")
 
 
 def counted(batches: list) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from evaluation.statistics import mean_interval, ratio, share_interval
+from evaluation.statistics import mean_interval, mean_share_interval, ratio, share_interval
 
 LEVELS = np.repeat([0.6, 1.3], 10)
 """Bits per byte of ten micro-batches of each of two sources."""
@@ -42,6 +42,10 @@ def test_intervals_of_tasks_cover_the_true_accuracy_also_near_0_and_1(accuracies
 def test_no_right_item_is_no_proof_of_accuracy_0():
     assert share_interval(0, 100) == pytest.approx([0, 0.037], abs=1e-4)
     assert share_interval(1, 100) == pytest.approx([0.963, 1], abs=1e-4)
+
+
+def test_equal_shares_have_the_interval_of_as_many_answers():
+    assert mean_share_interval(np.full(10, 1 / 3)) == pytest.approx(share_interval(1 / 3, 10))
 
 
 @pytest.mark.parametrize("right", [0, 1, 37, 100])

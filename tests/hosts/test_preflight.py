@@ -82,7 +82,7 @@ def test_an_unwritable_folder_is_a_user_error(tmp_path):
 def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monkeypatch, finished):
     config = replace(tiny_config(), run_dir=str(tmp_path), steps=10)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    status, text = RunStatus([], finished, finished), Mock(fingerprint="f")
+    status, text = RunStatus(True, [], finished, finished), Mock(fingerprint="f")
     text.tokenizer.sha256 = "t"
     monkeypatch.setattr(start_module, "open_run", lambda *_: status)
     monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)

@@ -17,7 +17,7 @@ from hosts.runtime import TrainingAborted
 from run.checkpoint import Checkpoints, finished_steps
 from run.checkpoint_files import Saving, delete
 from run.folder import RunLock, take_over
-from run.record import fetch_locally, local_path, upload
+from run.record import fetch_locally, local_path, other_writer, upload
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
@@ -114,7 +114,9 @@ def test_a_start_says_whom_it_replaces_and_a_refused_one_replaces_nobody(gcs, me
     assert "runs/mine/lock" not in gcs.objects and len(messages) == 1
     with RunLock(RUN):
         take_over(RUN)
-    assert len(messages) == 1
+        assert len(messages) == 1 and not other_writer(RUN)
+        del gcs.objects["runs/mine/lock"]  # by a process that took the run over, and has ended
+        assert other_writer(RUN) == "a process that has ended"
 
 
 def test_a_damaged_checkpoint_is_set_aside(gcs, messages):

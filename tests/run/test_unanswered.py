@@ -10,6 +10,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
+from data.prepare.selection import train_tokenizer
 from evaluation.results import ItemLog
 from hosts.preflight import problems_here
 from run.folder import RunLock, config_of_run, open_run
@@ -96,7 +97,8 @@ def test_a_tokenizer_of_a_run_is_compared_once_the_disk_answers(tmp_path, unansw
     tokenizer = open_dataset(str(tmp_path / "out"), DataConfig(), 280, tmp_path / "cache").tokenizer
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: unanswered.clear())
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tokenizer.json").write_text(tokenizer.json + " ")
+    other = train_tokenizer(["other words"], 280)
+    (tmp_path / "run" / "tokenizer.json").write_text(other.json)
     unanswered.add("tokenizer.json")
     with pytest.raises(UserError, match="another tokenizer"):
         tokenizer.require_same_in(tmp_path / "run")
