@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -67,7 +68,7 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
     config = replace(ours.config, eval=options, mesh=MeshConfig(1))
     text = object.__new__(Chats)
     vars(text).update(val=[], tokenizer=ours.tokenizer, names=["chats"], document_bos=None)
-    monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], None))
+    monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], np.zeros((1, 0), int)))
     monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
     tasks = [task for task in read_chat_tasks(str(sets), 3) if task.label == "MMLU"]
     monkeypatch.setitem(BENCHMARKS, "chatcore", lambda folder, items: tasks if items == 3 else [])
