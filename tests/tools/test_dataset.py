@@ -84,10 +84,11 @@ def test_a_run_in_a_bucket_is_that_of_the_folder(tmp_path, monkeypatch, capsys, 
     made = tmp_path / "data"
     prepare(Preparation(source=str(tmp_path / "one.txt"), vocab_size=273, val_fraction=0.3), made)
     folder = write_run(tmp_path / "run", batch=64, data=DataConfig(str(made)), length=16)
+    # A URL of its own: a process copies the record of a run once.
     for path in filter(Path.is_file, folder.rglob("*")):
-        gcs.put(f"runs/far/{path.relative_to(folder)}", path.read_bytes())
+        gcs.put(f"runs/listed/{path.relative_to(folder)}", path.read_bytes())
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
-    assert run(monkeypatch, folder, "--step=3") == run(monkeypatch, "gs://bucket/runs/far", "--step=3") == 0
+    assert run(monkeypatch, folder, "--step=3") == run(monkeypatch, "gs://bucket/runs/listed", "--step=3") == 0
     lines = capsys.readouterr().out.splitlines()
     half = len(lines) // 2
     assert lines[0] == "step 3: 4 rows of 16 tokens, of which 4 follow" and lines[:half] == lines[half:]
