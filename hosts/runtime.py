@@ -162,7 +162,8 @@ def start_jax() -> None:
 
     Start every process with the same command. Raise UserError if their settings are incomplete or contradictory.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # else the user's, by JAX_COMPILATION_CACHE_DIR
+    of_user = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if of_user is None:  # JAX_COMPILATION_CACHE_DIR names none
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused

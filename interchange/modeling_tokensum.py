@@ -251,7 +251,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None  # kwargs has Trainer's num_items_in_batch: the mean is over all tokens of its step
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})  # pyright: ignore
         return output.to_tuple() if return_dict is False else output
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
