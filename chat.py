@@ -46,10 +46,9 @@ from evaluation.engine import Engine
 from evaluation.network import mesh_of_first, open_network, require_chat_tokens
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
-from model.gpt import parameter_counts
 from model.sampling import Sampling
 from run.record import storage_path
-from serving.model import model_of
+from serving.model import model_of, size_of
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
 
@@ -79,9 +78,8 @@ def main() -> int:
     if arguments.prompt:
         terminal.say(arguments.prompt)
         return 0
-    size = sum(parameter_counts(network.config.model).values()) / 1e6
     note(
-        f"{arguments.run_dir}, step {network.step}: {size:.1f} M parameters, {network.dtype.name} on "
+        f"{arguments.run_dir}, step {network.step}: {size_of(network.config)}, {network.dtype.name} on "
         f"{jax.default_backend()}; {engine.capacity} tokens a row, and beyond {terminal.limit} the oldest turns are "
         "left out; /help"
     )

@@ -18,9 +18,14 @@ class Model(NamedTuple):
     examples: tuple[str, ...] = ()
 
 
+def size_of(config: Config) -> str:
+    """Return the number of parameters of a run's network, in words."""
+    return f"{sum(parameter_counts(config.model).values()) / 1e6:.1f} M parameters"
+
+
 def model_of(config: Config, name: str, dataset: str) -> Model:
     """Return what is known of a run's network. `dataset`: the fingerprint of its text, empty if it was converted."""
-    about = f"{sum(parameter_counts(config.model).values()) / 1e6:.1f} M parameters"
+    about = size_of(config)
     if config.data.source == "chat-stdlib":
         return Model(name, f"{about}, trained on conversations about Python's standard library", OF_STDLIB)
     if dataset:

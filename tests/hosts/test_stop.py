@@ -130,7 +130,9 @@ HANG = """
 def something_that_never_answers(): time.sleep(60)
 threading.Thread(target=something_that_never_answers, daemon=True).start()
 with Watchdog(HangConfig(seconds=1)) as dog:
-    dog.dispatch(1), dog.finish(1), dog.dispatch(2)
+    dog.dispatch(1)
+    dog.finish(1)
+    dog.dispatch(2)
     time.sleep(60)
 """
 
@@ -180,7 +182,9 @@ def test_a_process_whose_disk_hangs_leaves_in_a_limited_time_with_its_error(oute
 
 STOPPED = """
 with Watchdog(HangConfig(seconds=5)) as dog, time_limit(5, "the work takes longer than 5 s"):
-    dog.dispatch(1), dog.finish(1), dog.dispatch(2)
+    dog.dispatch(1)
+    dog.finish(1)
+    dog.dispatch(2)
     print("began", flush=True)
     time.sleep(2)
     dog.finish(2)
