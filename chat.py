@@ -7,7 +7,8 @@ from msgspec import Meta
 
 from configs.arguments import SamplingArguments
 from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import NotNegative, Positive, UserError
+from configs.schema import NotNegative, Positive
+from system.errors import UserError
 
 
 @dataclass(frozen=True)

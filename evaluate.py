@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.command_line import parse_arguments, refuse_mistakes
-from configs.files import in_bucket
-from configs.progress import progress
-from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
+from configs.schema import AnyPath, FilePath, MeshConfig, Positive
+from system.errors import UserError
+from system.files import in_bucket
+from system.progress import progress
 
 
 @dataclass(frozen=True)

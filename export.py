@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
+from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive
+from system.errors import UserError
 
 
 @dataclass(frozen=True)

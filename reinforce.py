@@ -7,8 +7,9 @@ the network has just drawn, and their weights are advantages.
 import gc
 
 from configs.arguments import StartArguments
-from configs.command_line import Exit, parse_own, refuse_mistakes
+from configs.command_line import parse_own, refuse_mistakes
 from configs.schema import Config
+from system.errors import Exit
 
 if __name__ == "__main__":
     refuse_mistakes(parse_own, __doc__, StartArguments)  # before the imports, which take seconds

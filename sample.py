@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from configs.arguments import SamplingArguments
 from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import Positive, UserError
+from configs.schema import Positive
+from system.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ import gc
 from collections.abc import Callable
 
 from configs.arguments import StartArguments
-from configs.command_line import Exit, parse, parse_own, refuse_mistakes
-from configs.messages import LOGGER, ignore_output_errors
+from configs.command_line import parse, parse_own, refuse_mistakes
 from configs.schema import Config
+from system.errors import Exit, StartAgain
+from system.messages import LOGGER, ignore_output_errors
 
 if __name__ == "__main__":
     refuse_mistakes(parse_own, __doc__, StartArguments)  # before the imports, which take seconds
@@ -17,7 +18,7 @@ from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from hosts.distributed import on_first_process
 from hosts.preflight import preflight
-from hosts.runtime import StartAgain, run_command, start_jax
+from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 from run import ending, start
 from run.base import config_of_continued

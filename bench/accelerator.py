@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.command_line import parse_arguments
-from configs.files import is_there, write_whole
-from configs.schema import FilePath, Positive, UserError
+from configs.schema import FilePath, Positive
 from hosts.runtime import run_command
+from system.errors import UserError
+from system.files import is_there, write_whole
 
 LAST_LINES = 15
 DEVICE = (

@@ -14,7 +14,6 @@ from itertools import islice
 import numpy as np
 
 from configs.command_line import parse_arguments
-from configs.files import cache_dir
 from configs.schema import AnyPath, MeshConfig, Positive
 from data.dataset_folder import open_dataset
 from data.prepare.chat_stdlib import GREETING, THANKS
@@ -23,6 +22,7 @@ from evaluation.network import Network, mesh_of_first, open_network
 from hosts.runtime import run_command, start_jax
 from model.sampling import Sampling
 from reinforcement.rollouts import figures_of
+from system.files import cache_dir
 
 POLITE = {GREETING[1], THANKS[1]}  # answers that say nothing about the library
 SHORT = 3  # words of a true answer that must be met completely

@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.command_line import Exit, parse_arguments
-from configs.schema import FilePath, NotNegative, Positive, UserError
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, NotNegative, Positive
 from hosts.runtime import run_command
 from run.record import read_metrics
+from system.errors import Exit, UserError
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "time")
 SHORT, LONG = 3, 45  # seconds: below and above the limit of silence (hosts.distributed.HEARTBEAT_SECONDS)

@@ -26,13 +26,14 @@ from jaxtyping import Float
 
 from configs.chat import following
 from configs.command_line import load_config, parse_arguments
-from configs.files import cache_dir
-from configs.schema import Config, DataConfig, MeshConfig, UserError, with_options
+from configs.schema import Config, DataConfig, MeshConfig, with_options
 from configs.validation import resolved
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax
 from reinforcement.rollouts import whole_to_devices
+from system.errors import UserError
+from system.files import cache_dir
 from tools.programs.compiled import compile_step
 from training.build import Build, build
 from training.state import TrainState, stored_as

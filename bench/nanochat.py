@@ -27,16 +27,17 @@ import jax
 import numpy as np
 
 from configs.command_line import parse
-from configs.files import is_there
-from configs.messages import LOGGER
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
-from configs.schema import Config, FilePath, ModelConfig, Positive, UserError, with_options
+from configs.schema import Config, FilePath, ModelConfig, Positive, with_options
 from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator, evaluate
 from hosts.runtime import run_command, start_jax
 from run.log import Clock
 from run.start import ResumePoint, batches_after, build_and_open_text
+from system.errors import UserError
+from system.files import is_there
+from system.messages import LOGGER
 
 
 @dataclass(frozen=True)

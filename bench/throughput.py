@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 from configs.command_line import parse
-from configs.schema import Config, Positive, UserError
+from configs.schema import Config, Positive
 from configs.validation import require_steps, validate
 from hosts.machines import peak_flops
 from hosts.runtime import run_command
 from model.gpt import flops_per_token, parameter_counts
+from system.errors import UserError
 from training.build import Build, build, program_bytes
 from training.step import Batch
 

@@ -25,11 +25,11 @@ from configs.schema import (
     MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
-    UserError,
     options,
     with_options,
 )
 from run.base import base_of_chat, resumed_run
+from system.errors import UserError
 
 OF_BASE = ("model.", "batch.sequence_length", "batch.tokens_per_step", "optimizer.")
 RECIPE = ("model.dropout", "optimizer.rate_factor", "optimizer.schedule.")

@@ -9,41 +9,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from difflib import SequenceMatcher
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 import tyro
 
-from configs.messages import repair_streams
-from configs.schema import Config, Role, UserError, hints, options, roles
+from configs.schema import Config, Role, hints, options, roles
 from configs.validation import check_types, resolved, validate, with_homes
+from system.errors import Exit, UserError
+from system.messages import repair_streams
 
 T = TypeVar("T")
 Derive = Callable[[Config, set[str]], Config]
 HELP = {"-h", "--help"}
 TYRO_S_OWN = {"help", "tyro_print_completion", "tyro_write_completion"}
 ALIKE = 0.6  # of names that may be meant, as in difflib.get_close_matches
-
-
-class Exit(IntEnum):
-    """Exit codes: the one table that everything reads (docs/checkpoints.md). Other codes come from the system (134,
-    137, 139: signals); a few restarts may help. JAX ends a process that has lost another one with 134."""
-
-    COMPLETE = 0
-    FAILED = 1
-    """Do not repeat it: it would fail again."""
-    MISTAKE = 2
-    """A user's mistake; nothing was changed."""
-    UNREADABLE = 3
-    """No checkpoint can be read, or the one asked for is damaged."""
-    PEER_LOST = 42
-    """Another process has stopped or cannot be reached, or a step hangs: start all of them again."""
-    INTERRUPTED = 130
-    """Stopped by Ctrl-C; saved."""
-    PREEMPTED = 143
-    """Stopped by SIGTERM; saved: start again."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ docs/reinforcement.md has what it reaches.
 from math import ceil
 
 from configs import chat
-from configs.schema import Config, ReinforceConfig, UserError, with_options
+from configs.schema import Config, ReinforceConfig, with_options
+from system.errors import UserError
 
 ROWS = 8  # a multiple of rows divides over micro-batches and devices
 TOKENS = {"sums": 14, "gsm8k": 768}

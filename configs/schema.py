@@ -17,10 +17,6 @@ import tyro
 from msgspec import Meta
 
 
-class UserError(Exception):
-    """A mistake that the user can correct: every command prints the message, without a traceback, and exits with 2."""
-
-
 class Role(Enum):
     """The role of an option, for modules that need it."""
 

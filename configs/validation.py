@@ -18,12 +18,12 @@ from configs.schema import (
     Config,
     ModelConfig,
     Role,
-    UserError,
     hints,
     options,
     roles,
     with_options,
 )
+from system.errors import UserError
 
 T = TypeVar("T")
 

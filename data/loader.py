@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from configs.schema import UserError
 from data.packing import Row, Rows
 from data.tokenizer import TextTokenizer
+from system.errors import UserError
 
 Shape = tuple[int, int, int]
 

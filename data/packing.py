@@ -12,9 +12,9 @@ from uuid import uuid4
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from configs.schema import UserError
 from data.shards import TokenStream
 from data.tokenizer import CHAT_TOKENS
+from system.errors import UserError
 
 
 class Row(TypedDict):

@@ -27,8 +27,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from configs.files import is_transient, with_retries
-from configs.schema import UserError
+from system.errors import UserError
+from system.files import is_transient, with_retries
 
 T = TypeVar("T")
 TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int, Integer
 from tokenizers import Tokenizer, pre_tokenizers
 
-from configs.files import StorageLost, is_there, with_retries, write_whole
-from configs.schema import UserError
+from system.errors import StorageLost, UserError
+from system.files import is_there, with_retries, write_whole
 
 BOS = "<|bos|>"
 # Special tokens of conversations (data/conversation.py); with the BOS, nanochat's nine.

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from configs.schema import UserError
 from data.tokenizer import BOS_NAMES, TextTokenizer, load_tokenizer
+from system.errors import UserError
 
 # nanochat's split (GPT-4's, with numbers of at most two digits): merges do not cross it.
 SPLIT = (

@@ -15,8 +15,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from configs.progress import progress
-from configs.schema import UserError
 from data.conversation import render
 from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu
 from evaluation.core import Core, Task
@@ -24,6 +22,8 @@ from evaluation.engine import Engine
 from evaluation.network import Network, require_chat_tokens
 from evaluation.scorer import Question, Scorer
 from model.sampling import Sampling
+from system.errors import UserError
+from system.progress import progress
 from training.mesh import batch_devices
 
 NEW_TOKENS = 512  # most tokens of a written answer

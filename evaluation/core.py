@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
 from evaluation.statistics import mean_interval, share_interval
+from system.errors import UserError
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats, by compute type. A smaller margin may be rounding, and another mesh may decide otherwise."""

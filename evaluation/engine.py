@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from configs.schema import BATCH_AXES, UserError
+from configs.schema import BATCH_AXES
 from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
 from evaluation.network import Network
@@ -26,6 +26,7 @@ from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
+from system.errors import UserError
 from training.mesh import batch_devices, xla_options
 
 SHORT, LONG = 32, 256  # tokens of a prompt read at a time

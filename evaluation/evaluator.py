@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from configs.schema import UserError
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer
 from evaluation.statistics import ratio
 from hosts.distributed import on_every_process
 from model import sampling
+from system.errors import UserError
 from training.build import Build
 from training.mesh import xla_options
 from training.sharded import ShardedNetwork

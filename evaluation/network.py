@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from configs.schema import Config, MeshConfig, UserError
+from configs.schema import Config, MeshConfig
 from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.evaluator import Generate, make_generate
@@ -17,6 +17,7 @@ from hosts.distributed import on_every_process
 from run.checkpoint import Checkpoints
 from run.folder import config_of_run
 from run.record import fetch_locally
+from system.errors import UserError
 from training.mesh import make_mesh, sizes_of
 from training.sharded import ShardedNetwork, shard_network
 from training.state import compute_dtype

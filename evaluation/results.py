@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from configs.files import append_whole, read_if_there, write_picture, write_whole
-from configs.schema import UserError
 from hosts.distributed import on_first_process
+from system.errors import UserError
+from system.files import append_whole, read_if_there, write_picture, write_whole
 
 AT_A_TIME = 32  # lines that a kill may lose. A generated answer may take seconds
 

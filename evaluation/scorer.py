@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.progress import progress
 from configs.schema import BATCH_AXES, BatchConfig
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
+from system.progress import progress
 from training.mesh import batch_devices, xla_options
 from training.sharded import ShardedNetwork
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from configs.files import is_there
-from configs.schema import DataConfig, UserError
+from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
@@ -25,6 +24,8 @@ from evaluation.network import Network
 from evaluation.scorer import Question
 from evaluation.statistics import ratio, student_interval
 from hosts.distributed import check_hosts_agree, on_every_process
+from system.errors import UserError
+from system.files import is_there
 
 
 def read_documents(

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed  # as Orbax does: neither has a public API
 
-from configs.files import StorageLost, is_transient
-from configs.schema import UserError
+from system.errors import Damaged, FailedElsewhere, StorageLost, UserError
+from system.files import is_transient
 
 DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
 METADATA = "metadata.google.internal,169.254.169.254"  # a Google machine's own server, which no proxy reaches
@@ -32,18 +32,6 @@ HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as l
 EXCHANGES = "tokensum/exchange"  # in the service's store: the values that processes exchange
 
 T = TypeVar("T")
-
-
-class NoCheckpoint(Exception):
-    """Raised if a run has checkpoints, and none can be read."""
-
-
-class Damaged(ValueError):
-    """Raised if a saved file is missing, or its content differs."""
-
-
-class FailedElsewhere(Exception):
-    """Raised if another process failed for a reason that has no exception of its own: exit code 1."""
 
 
 SHARED_ERRORS = (UserError, StorageLost, Damaged, FailedElsewhere)  # that all processes raise if one does

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from configs.schema import UserError
+from system.errors import UserError
 
 GIB = 2**30
 GPU_FRACTION = 0.92

@@ -20,12 +20,13 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.files import RETRY_SECONDS, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
-from configs.schema import Config, UserError
+from configs.schema import Config
 from hosts.distributed import exchange, on_every_process, on_first_process
-from hosts.runtime import TrainingAborted, code_digest, versions
+from hosts.runtime import code_digest, versions
 from hosts.stop import time_limit
 from model.gpt import parameter_counts
+from system.errors import TrainingAborted, UserError
+from system.files import RETRY_SECONDS, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 
 ANSWER_SECONDS = 2 * RETRY_SECONDS  # for the answers of all hosts, one of which may try a store again
 SUM_SECONDS = 180  # for the sum, with the connection of all devices

@@ -25,34 +25,18 @@ import jax
 from jax._src import xla_bridge  # its errors have no public API
 from jax.sharding import Mesh
 
-from configs.command_line import Exit
-from configs.files import PASSING, StorageLost, cache_dir, first_line, is_transient
-from configs.messages import ignore_output_errors, repair_streams, show_messages
-from configs.schema import UserError
-from hosts.distributed import (
-    HEARTBEAT_SECONDS,
-    FailedElsewhere,
-    NoCheckpoint,
-    everyone_is_here,
-    join,
-    on_every_process,
-)
+from hosts.distributed import HEARTBEAT_SECONDS, everyone_is_here, join, on_every_process
 from hosts.machines import GPU_FRACTION
+from system.errors import Exit, FailedElsewhere, NoCheckpoint, StartAgain, StorageLost, TrainingAborted, UserError
+from system.files import PASSING, cache_dir, first_line, is_transient
+from system.messages import ignore_output_errors, repair_streams, show_messages
 from training.mesh import axes_between, device_groups, sizes_of
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("configs", "data", "evaluation", "hosts", "model", "reinforcement", "run", "training")
+ROOMS = ("configs", "data", "evaluation", "hosts", "model", "reinforcement", "run", "system", "training")
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 EXIT_SECONDS = 60  # that a command with a result waits for its threads
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
-
-
-class TrainingAborted(Exception):
-    """Raised if another step makes no sense, for this reason: exit code 1."""
-
-
-class StartAgain(Exception):
-    """Raised if another start continues the run, for this reason: exit code 42."""
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

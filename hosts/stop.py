@@ -21,11 +21,11 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from configs.command_line import Exit
 from configs.schema import HangConfig
 from hosts.clock import running_seconds
 from hosts.distributed import max_over_processes
 from hosts.runtime import explained
+from system.errors import Exit
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet

@@ -6,8 +6,8 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from configs.schema import UserError
 from hosts.machines import GPU_FRACTION, MACHINES
+from system.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from configs.schema import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
-    UserError,
     with_options,
 )
 from configs.validation import resolved, validate
+from system.errors import UserError
 
 
 @dataclass(frozen=True)

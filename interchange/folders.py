@@ -14,11 +14,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from configs.schema import Config, ModelConfig, UserError
+from configs.schema import Config, ModelConfig
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from data.tokenizer_formats import bos_template
 from interchange.formats import MODELING, Arrays, hf_config, hf_name, own_config, own_name, turned
 from run.init_from import function_options
+from system.errors import UserError
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 TRAINING_TEMPLATE = "additional_chat_templates/training.jinja"  # transformers: chat_template="training"

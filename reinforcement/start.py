@@ -3,8 +3,7 @@
 import hashlib
 from dataclasses import asdict, dataclass
 
-from configs.messages import LOGGER
-from configs.schema import Config, UserError
+from configs.schema import Config
 from configs.validation import require_steps
 from data.dataset import Text
 from data.loader import Mixture
@@ -16,6 +15,8 @@ from reinforcement.tasks import TASKS, Task
 from run.init_from import require_same_network
 from run.log import MetricsLog
 from run.start import begins_from_another
+from system.errors import UserError
+from system.messages import LOGGER
 from training.build import Build, build
 
 TRIED = 64  # questions whose lengths are checked at the start

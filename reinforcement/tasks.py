@@ -11,9 +11,10 @@ from zlib import crc32
 
 import numpy as np
 
-from configs.schema import ReinforceConfig, UserError
+from configs.schema import ReinforceConfig
 from data.conversation import Message
 from evaluation.chat_core import number_of, read_items
+from system.errors import UserError
 
 UNITS = "zero,one,two,three,four,five,six,seven,eight,nine,ten,eleven,twelve,thirteen,fourteen,fifteen,sixteen"
 UNITS += ",seventeen,eighteen,nineteen"

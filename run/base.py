@@ -5,13 +5,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from configs.files import cache_dir, in_bucket, with_retries
-from configs.schema import Config, UserError, with_options
+from configs.schema import Config, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from run.checkpoint_files import finished_steps
 from run.folder import config_of_run
 from run.record import fetch_locally
+from system.errors import UserError
+from system.files import cache_dir, in_bucket, with_retries
 
 
 def base_of_chat(config: Config) -> Config:

@@ -21,20 +21,11 @@ import numpy as np
 from etils import epath
 from jaxtyping import Array, Bool, UInt32
 
-from configs.files import (
-    StorageLost,
-    causes,
-    first_line,
-    in_bucket,
-    is_there,
-    is_transient,
-    permission_hint,
-    with_retries,
-)
-from configs.schema import UserError
-from hosts.distributed import Damaged, NoCheckpoint, on_every_process, on_first_process
+from hosts.distributed import on_every_process, on_first_process
 from run.checkpoint_files import FACTS, checkpoint_folder, finished_steps, read_arrays, read_facts
 from run.record import reading
+from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
+from system.files import causes, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 from training.optimizer import path_name
 from training.shares import padded
 from training.state import TrainState

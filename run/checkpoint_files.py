@@ -22,10 +22,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from configs.files import FULL, described, first_line, in_bucket, is_there
-from configs.messages import LOGGER
 from hosts.distributed import exchange
 from run.record import storage_path, upload
+from system.files import FULL, described, first_line, in_bucket, is_there
+from system.messages import LOGGER
 
 FACTS = "facts/metadata"  # a JSON file
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
@@ -133,7 +133,7 @@ class Saving(threading.Thread):
         self.handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in items}
         self.parts: list[Any] = []
         self.failure = "0 it was not finished"
-        """Why it failed (`configs.files.described`), the same on every process; empty once the checkpoint is
+        """Why it failed (`system.files.described`), the same on every process; empty once the checkpoint is
         complete."""
 
         async def begin() -> None:
@@ -182,7 +182,7 @@ def explaining(failures: Sequence[str]) -> str:
 
 
 def failure_of(function: Callable[[], Any]) -> str:
-    """Call `function`, and return how it failed, as `configs.files.described` does; empty if it did not."""
+    """Call `function`, and return how it failed, as `system.files.described` does; empty if it did not."""
     try:
         function()
     except Exception as error:

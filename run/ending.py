@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import jax
 
-from configs.command_line import Exit
-from configs.files import first_line, write_picture, write_whole
-from configs.messages import LOGGER
-from configs.schema import Config, UserError
-from hosts.runtime import TrainingAborted, own_code
+from configs.schema import Config
+from hosts.runtime import own_code
 from hosts.stop import Stop
 from run.record import Events, Times, local_path, read_metrics, saved_up_to, seconds_by_activity, storage_path, upload
+from system.errors import Exit, TrainingAborted, UserError
+from system.files import first_line, write_picture, write_whole
+from system.messages import LOGGER
 from training.state import TrainState, params_sha256
 
 COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from configs.messages import LOGGER
-from configs.schema import Config, UserError, options, with_options
+from configs.schema import Config, options, with_options
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
     GIB,
@@ -27,9 +26,10 @@ from hosts.machines import (
     exceeds_vector_memory,
     is_lack_of_memory,
 )
-from hosts.runtime import StartAgain
 from run.record import Events, Times, local_path, storage_path, upload
 from run.start import describe
+from system.errors import StartAgain, UserError
+from system.messages import LOGGER
 from training.build import (
     SMALLER,
     Build,

@@ -15,9 +15,7 @@ import jax
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.files import in_bucket, is_there, is_transient, with_retries, write_whole
-from configs.messages import LOGGER
-from configs.schema import Config, UserError, free_to_change, options
+from configs.schema import Config, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process
 from hosts.runtime import versions
@@ -38,6 +36,9 @@ from run.record import (
     saved_up_to,
     storage_path,
 )
+from system.errors import UserError
+from system.files import in_bucket, is_there, is_transient, with_retries, write_whole
+from system.messages import LOGGER
 from training.mesh import device_groups
 
 T = TypeVar("T")

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import Config, ModelConfig, Role, UserError, roles
+from configs.schema import Config, ModelConfig, Role, roles
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
-from hosts.distributed import Damaged, NoCheckpoint
 from model.kernels import window_of
 from run.checkpoint import Checkpoints
 from run.folder import config_of_run
 from run.record import fetch_locally
+from system.errors import Damaged, NoCheckpoint, UserError
 from training.build import Build
 from training.state import TrainState
 

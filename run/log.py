@@ -14,20 +14,20 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from configs.messages import LOGGER
 from configs.schema import options
 from data.dataset import Text
 from data.loader import StepBatches
 from hosts.clock import running_seconds
 from hosts.distributed import on_every_process
 from hosts.machines import peak_flops
-from hosts.runtime import TrainingAborted
 from hosts.stop import Watchdog, end_as_hung, time_limit
 from model.gpt import flops_per_token, parameter_shapes
 from run.ending import COMMAND_SECONDS, tell
 from run.metrics import MetricsWriter, Wandb
 from run.record import Times, read_metrics
 from run.start import ResumePoint
+from system.errors import TrainingAborted
+from system.messages import LOGGER
 from training.build import Build
 from training.step import Metrics
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from configs.files import append_whole, first_line, write_whole
-from configs.messages import LOGGER
 from configs.schema import Config, options
 from configs.validation import profiled_steps
 from run.record import Events, finite, local_path, read_metrics
+from system.files import append_whole, first_line, write_whole
+from system.messages import LOGGER
 from training.state import TrainState
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not

@@ -29,8 +29,8 @@ from typing import Any
 import fsspec.config
 from etils import epath
 
-from configs.files import (
-    StorageLost,
+from system.errors import StorageLost, UserError
+from system.files import (
     append_whole,
     first_line,
     in_bucket,
@@ -40,7 +40,6 @@ from configs.files import (
     read_if_there,
     with_retries,
 )
-from configs.schema import UserError
 
 
 class Events:

@@ -19,12 +19,9 @@ import jax
 from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
-from configs import files
-from configs.files import StorageLost, described, first_line, in_bucket, is_there, with_retries
-from configs.messages import LOGGER
 from configs.schema import CheckpointConfig
-from hosts.distributed import Damaged, NoCheckpoint, max_over_processes, on_first_process
-from hosts.runtime import TrainingAborted, versions
+from hosts.distributed import max_over_processes, on_first_process
+from hosts.runtime import versions
 from run.checkpoint import Checkpoints, all_finite, arrays_of, checksums, digest, items_of
 from run.checkpoint_files import (
     DELETED,
@@ -38,6 +35,10 @@ from run.checkpoint_files import (
     unfinished,
 )
 from run.record import Events, local_path, other_writer, reading
+from system import files
+from system.errors import Damaged, NoCheckpoint, StorageLost, TrainingAborted
+from system.files import described, first_line, in_bucket, is_there, with_retries
+from system.messages import LOGGER
 from training.state import TrainState
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -102,7 +103,7 @@ class Saver(Checkpoints):
 
     def _make_empty(self, partial: epath.Path, facts: dict) -> tuple[str, str]:
         """Make the folder that a checkpoint is written to. Return how the run lost its folder, and how this save
-        failed (`configs.files.described`): empty texts if all is well. On the first process."""
+        failed (`system.files.described`): empty texts if all is well. On the first process."""
         try:
             if lost := self._how_lost(facts):
                 return lost, ""
@@ -177,7 +178,7 @@ class Saver(Checkpoints):
             raise TrainingAborted(f"{len(self.failures)} save(s) in a row failed: {self.failures[-1].message}")
 
     def _failed(self, failure: str) -> None:
-        """Count a failed save, `failure` by `configs.files.described`, and remove what it left, to free the disk:
+        """Count a failed save, `failure` by `system.files.described`, and remove what it left, to free the disk:
         training continues. Raise StorageLost if the disk or the store has not answered for RETRY_SECONDS, nor to
         FEWEST_ATTEMPTS."""
         failed = Failure(failure[2:], failure[0] == "1", time.monotonic())

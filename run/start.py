@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from configs.files import cache_dir, with_retries
-from configs.messages import LOGGER
-from configs.schema import Config, UserError, free_to_change, options
+from configs.schema import Config, free_to_change, options
 from configs.validation import validate
 from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows
@@ -34,6 +32,9 @@ from run.init_from import (
 )
 from run.record import Events, Times, batch_of, local_path
 from run.saver import Saver
+from system.errors import UserError
+from system.files import cache_dir, with_retries
+from system.messages import LOGGER
 from training.build import Build, build
 from training.mesh import make_mesh, sizes_of
 from training.state import TrainState

@@ -24,7 +24,6 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
@@ -32,6 +31,7 @@ from run.checkpoint_files import outside_event_loop
 from serving.model import Model
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
+from system.errors import UserError
 
 MOST_BYTES = 1 << 20  # of a request
 SECONDS_TO_FINISH = 10  # for unfinished answers when the server is to stop

@@ -5,11 +5,11 @@ import signal
 import sys
 from dataclasses import dataclass, field
 
-from configs.schema import UserError
 from data.conversation import render
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
 from serving.text import AnswerText
+from system.errors import UserError
 
 HELP = """/regenerate  another answer to your last message
 /reset       a new conversation

@@ -42,8 +42,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from configs.messages import LOGGER
 from run.record import storage_path
+from system.messages import LOGGER
 from tests.fake_gcs import FakeGCS
 
 # Traced programs are millions of objects without cycles. Searching them took a fifth of most tests' time.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.command_line import Exit
 from run.record import read_metrics
+from system.errors import Exit
 from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
 from tests.hosts.processes import fail_elsewhere, finish, start

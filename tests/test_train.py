@@ -26,13 +26,12 @@ import export
 import sample
 import tools.inspect as inspect_run
 import train
-from configs.command_line import Exit
-from configs.schema import UserError
 from data.prepare.selection import train_tokenizer
 from hosts.runtime import run_command
 from interchange import convert
 from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
 from run.saver import Saver
+from system.errors import Exit, UserError
 from tests.hosts.processes import environment_of
 
 ROOT = Path(__file__).parent.parent

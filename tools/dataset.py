@@ -9,9 +9,10 @@ import tyro
 from msgspec import Meta
 
 from configs.command_line import parse_arguments, refuse_mistakes
-from configs.files import is_there, with_retries
-from configs.progress import progress
-from configs.schema import BatchConfig, Config, DataConfig, Positive, UserError
+from configs.schema import BatchConfig, Config, DataConfig, Positive
+from system.errors import UserError
+from system.files import is_there, with_retries
+from system.progress import progress
 
 
 @dataclass(frozen=True)

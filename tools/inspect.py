@@ -8,9 +8,10 @@ from typing import Annotated
 
 import tyro
 
-from configs.command_line import Exit, parse_arguments, refuse_mistakes
-from configs.files import StorageLost, first_line, in_bucket
+from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import AnyPath, MeshConfig
+from system.errors import Exit, StorageLost
+from system.files import first_line, in_bucket
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import numpy as np
 import tyro
 from plotly.offline import get_plotlyjs
 
-from configs.command_line import Exit, config_from_json, exit_code_of, parse_arguments
-from configs.files import is_there, write_whole
-from configs.schema import AnyPaths, FilePath, UserError, options
+from configs.command_line import config_from_json, exit_code_of, parse_arguments
+from configs.schema import AnyPaths, FilePath, options
 from run.record import fetch_locally, read_metrics, storage_path
+from system.errors import Exit, UserError
+from system.files import is_there, write_whole
 from tools.noise import add_noise_scales
 
 AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}

@@ -23,7 +23,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig, UserError
+from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig
+from system.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 """The axes that a user names."""

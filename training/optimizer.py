@@ -9,16 +9,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 
-from configs.schema import (
-    GroupConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    UserError,
-    X0LambdasConfig,
-)
+from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, ScheduleConfig, X0LambdasConfig
 from model.gpt import map_parameters
+from system.errors import UserError
 from training.muon import muon
 from training.sharded import ShardedNetwork
 

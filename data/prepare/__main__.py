@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.command_line import parse_arguments
-from configs.schema import FilePath, NotNegative, Positive, UserError
+from configs.schema import FilePath, NotNegative, Positive
 from data.prepare.corpus import GREETING
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.record import read_dataset_json
+from system.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import pyarrow
 
-from configs.files import StorageLost, is_transient, with_retries
-from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_formats import OTHERWISE, as_messages, format_of, messages_in, parsed
 from data.prepare.chat_stdlib import conversations_of
@@ -29,6 +27,8 @@ from data.prepare.source_files import (
     problem_of_nuls,
     rows,
 )
+from system.errors import StorageLost, UserError
+from system.files import is_transient, with_retries
 
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException)  # errors of a damaged file

@@ -15,11 +15,11 @@ from typing import Literal
 
 from fsspec.utils import glob_translate
 
-from configs.files import is_transient
-from configs.schema import UserError
 from data.prepare.chat_formats import MESSAGES
 from data.prepare.corpus import Corpus, ask, open_source, unreadable
 from data.prepare.source_files import CSV_SUFFIXES, ROWS_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
+from system.errors import UserError
+from system.files import is_transient
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)

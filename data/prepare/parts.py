@@ -27,9 +27,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from configs.files import write_whole
-from configs.progress import progress
-from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import Encoder
 from data.prepare.record import write_dataset_json
@@ -37,6 +34,9 @@ from data.prepare.selection import hash_share
 from data.prepare.shard_writer import token_type, write_shard
 from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer
+from system.errors import UserError
+from system.files import write_whole
+from system.progress import progress
 
 MISCOUNTED = "whose tokens count other bytes than the text has"
 HASH_BYTES = 16  # of a text's SHA-256, to find duplicates

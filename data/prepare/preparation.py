@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.files import StorageLost, is_there, is_transient
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive, UserError
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive
 from configs.validation import check_types
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
@@ -30,6 +29,8 @@ from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
+from system.errors import StorageLost, UserError
+from system.files import is_there, is_transient
 
 FORMAT = 5  # increase it if the same text gives another dataset: cached ones are then made again
 LOOKED_AT = 100  # documents with which a given tokenizer is tried

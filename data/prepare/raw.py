@@ -8,10 +8,9 @@ import os
 import pickle
 import sys
 
-from configs.files import StorageLost
-from configs.schema import UserError
 from data.prepare.parts import end_with
 from data.prepare.preparation import prepare_raw
+from system.errors import StorageLost, UserError
 
 
 def main() -> None:

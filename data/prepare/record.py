@@ -6,8 +6,8 @@ from typing import NotRequired, TypedDict
 
 import msgspec
 
-from configs.files import write_whole
 from data.dataset_folder import damaged, load_dataset_json
+from system.files import write_whole
 
 
 class _Counts(TypedDict):

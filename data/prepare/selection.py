@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
-from configs.schema import UserError
 from data.prepare.corpus import Corpus
 from data.prepare.source_files import SourceFile
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer
 from data.tokenizer_formats import SPLIT, byte_level
+from system.errors import UserError
 
 SAMPLED = 32  # fewest files for training a tokenizer
 LONGEST_PIECE = 256  # most characters of a piece in a tokenizer's training; the longest of Python's library has 201

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from configs.files import write_whole
 from data.shards import BLOCK_BYTES, ENTRY, HEADER_BYTES, TOKEN_TYPES
+from system.files import write_whole
 
 
 def token_type(vocab_size: int) -> np.dtype:

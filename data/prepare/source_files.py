@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from configs.schema import UserError
 from data.prepare.chat_formats import ALSO, FORMATS, OTHERWISE, format_of, unknown
+from system.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = (".gz", ".zst")

@@ -10,8 +10,8 @@ from scipy import stats
 
 from bench import compare
 from bench.compare import holm
-from configs.command_line import Exit, parse
-from configs.schema import UserError
+from configs.command_line import parse
+from system.errors import Exit, UserError
 from tests.test_train import CONFIG, write_folder
 
 WIDER = "tiny.py --model.width=64 --model.head_dim=32"

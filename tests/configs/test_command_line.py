@@ -14,8 +14,9 @@ import sample
 import train
 from configs.arguments import StartArguments
 from configs.command_line import config_from_json, load_config, parse, parse_arguments, parse_own
-from configs.schema import Config, EvalConfig, Role, UserError, hints, options
+from configs.schema import Config, EvalConfig, Role, hints, options
 from configs.validation import validate
+from system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/small.py")

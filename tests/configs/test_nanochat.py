@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from configs.command_line import parse
-from configs.schema import UserError
+from system.errors import UserError
 
 
 def read(*words):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import UserError
+from system.errors import UserError
 
 CONFIG = f"--config={Path(__file__).parents[2]}/configs/small.py"
 

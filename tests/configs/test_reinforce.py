@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 
 from configs.reinforce import TOKENS, tokens_of
-from configs.schema import ReinforceConfig, UserError, hints
+from configs.schema import ReinforceConfig, hints
 from reinforcement.tasks import TASKS
+from system.errors import UserError
 
 
 def test_every_task_has_a_class_a_name_and_its_tokens():

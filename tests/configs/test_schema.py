@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from configs.schema import Config, Role, UserError, hints, options, roles, with_options
+from configs.schema import Config, Role, hints, options, roles, with_options
 from configs.validation import resolved, validate
+from system.errors import UserError
 from tests.helpers import tiny_config
 from training.build import build
 

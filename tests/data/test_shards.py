@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import data.shards as module
-from configs.files import StorageLost
-from configs.schema import UserError
 from data.prepare.shard_writer import write_shard
 from data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, read_blocks
+from system.errors import StorageLost, UserError
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
@@ -105,7 +104,7 @@ def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
     monkeypatch.setattr(f"data.shards.{name}", failing)
     assert (Shard(shard)[:] == TOKENS).all() and not errors
     errors += [OSError(errno.EIO, "Input/output error")] * 9
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
         _ = Shard(shard)[:]
 
@@ -138,7 +137,7 @@ def few_files():
 
 
 def test_more_shards_are_read_than_files_may_be_open(tmp_path, monkeypatch, few_files):
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     shards = []
     for i in range(few_files):

@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from configs.schema import UserError
 from data.prepare.encoding import Encoder, tiktoken_of
 from data.prepare.selection import text_lost, train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
 from data.tokenizer_formats import SPLIT, bos_template, byte_letters, convert_tiktoken, find_tokenizer
+from system.errors import UserError
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 328)

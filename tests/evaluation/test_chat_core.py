@@ -13,12 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from configs.schema import EvalConfig, MeshConfig, UserError
+from configs.schema import EvalConfig, MeshConfig
 from data.dataset import Text
 from evaluate import evaluate_core
 from evaluation.benchmark import BENCHMARKS
 from evaluation.chat_core import read_chat_tasks
 from evaluation.evaluator import Evaluator
+from system.errors import UserError
 from tests.evaluation import core_bundle
 from tests.evaluation.chat_sets import FOLDERS, columns, make_sets, network
 from tests.evaluation.core_bundle import LONGEST

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import UserError
 from evaluate import evaluate_core
 from evaluation.core import KINDS, READS, Core, Task, encode, figures, judge, read_bundle
 from evaluation.results import AT_A_TIME, ItemLog
 from evaluation.scorer import Scores, by_shape, chunk_of, tokens_of
+from system.errors import UserError
 from tests.evaluation.core_bundle import LONGEST, TASKS, make_bundle, network, tokenizer
 
 LABELS = [label for label, *_ in TASKS]

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import UserError
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import CHAT_TOKENS
 from evaluation.engine import Engine
 from evaluation.network import Network
 from model.sampling import Sampling
+from system.errors import UserError
 from tests.evaluation.core_bundle import network_of, off_zero
 from tests.helpers import ALL_FEATURES, TINY
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from configs.schema import MeshConfig, ModelConfig, UserError
+from configs.schema import MeshConfig, ModelConfig
 from evaluation.evaluator import continuations, encode_prompts, evaluate, make_generate
+from system.errors import UserError
 from tests.evaluation.test_engine import TOKENIZER, network
 from tools.programs.compiled import collectives
 from tools.programs.topologies import devices_of

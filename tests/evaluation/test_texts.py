@@ -10,7 +10,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
 
-from configs.schema import UserError
 from data.prepare.corpus import Document
 from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import TextTokenizer
@@ -18,6 +17,7 @@ from evaluation.statistics import ratio
 from evaluation.texts import bits_of, compared, figures, read_documents
 from model.gpt import GPT
 from model.loss import softcap
+from system.errors import UserError
 from tests.data.preparations import write_files
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
 

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 from jax._src import distributed
 
-from configs.schema import UserError
 from hosts.distributed import detected_processes, exchange, join, local_gpu, own_gpu, valid_processes
+from system.errors import UserError
 from tests.hosts.processes import finish, start
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}

@@ -9,11 +9,11 @@ import pytest
 from jax import local_devices
 from jaxlib import xla_client
 
-from configs.schema import UserError
 from hosts import machines as module
 from hosts.machines import GIB, GPU_FRACTION, cgroup_limit, device_limit, peak_flops
 from hosts.runtime import start_jax
 from hosts.topology import machines
+from system.errors import UserError
 from tools.programs.topologies import CORES, target_config
 
 KINDS = {

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.schema import MeshConfig, UserError
+from configs.schema import MeshConfig
 from hosts import preflight as module
 from hosts.preflight import Host, compare, preflight, require_right_sum
-from hosts.runtime import TrainingAborted, code_digest
+from hosts.runtime import code_digest
 from run import start as start_module
 from run.folder import RunStatus
+from system.errors import TrainingAborted, UserError
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
 from tests.test_train import folder  # noqa: F401

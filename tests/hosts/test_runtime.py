@@ -14,9 +14,6 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.files import StorageLost, append_whole, cache_dir, write_whole
-from configs.schema import UserError
-from hosts.distributed import NoCheckpoint
 from hosts.runtime import (
     report_unless_loop_is_closed,
     require_known_flags,
@@ -24,6 +21,8 @@ from hosts.runtime import (
     run_command,
     start_jax,
 )
+from system.errors import NoCheckpoint, StorageLost, UserError
+from system.files import append_whole, cache_dir, write_whole
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,8 +64,8 @@ def test_ctrl_c_outside_of_training(capsys):
 
 LOG = """
 import sys
-from configs.messages import LOGGER, ignore_output_errors, show_messages
-from configs.files import StorageLost
+from system.messages import LOGGER, ignore_output_errors, show_messages
+from system.files import StorageLost
 from hosts.runtime import run_command
 from hosts.stop import end_as_hung
 def main():

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
 from configs.command_line import load_config
-from configs.schema import Config, UserError
+from configs.schema import Config
 from data.prepare.selection import train_tokenizer
 from interchange.convert import read_network
 from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
 from model.gpt import GPT
+from system.errors import UserError
 from tests.helpers import FEATURES, TINY, arrays_of, perturbed
 
 TOKENIZER = train_tokenizer(["to be or not to be " * 20, "that is the question " * 20], 272)

@@ -18,7 +18,7 @@ import tiktoken
 from flax import nnx
 
 from configs.command_line import parse
-from configs.schema import MeshConfig, ModelConfig, UserError
+from configs.schema import MeshConfig, ModelConfig
 from configs.validation import resolved
 from data.tokenizer import BOS, CHAT_TOKENS
 from data.tokenizer_formats import SPLIT, find_tokenizer
@@ -27,6 +27,7 @@ from interchange.formats import nanochat_name, turned
 from model.gpt import parameter_shapes
 from model.loss import softcap
 from run.init_from import initial_state, require_moments, require_same_network
+from system.errors import UserError
 from tests.helpers import arrays_of, sharded
 from training.build import build
 from training.optimizer import peak_rates

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from configs.command_line import Exit
+from system.errors import Exit
 from tests.launch.stand_in import StandIn, wait_for
 
 RUN = "--run_dir=runs/x"

@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import reinforce
 import train
-from configs.command_line import Exit
 from data.tokenizer import load_tokenizer
 from reinforcement.tasks import Sums
 from run.record import read_metrics
+from system.errors import Exit
 from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.run.test_continuing import CONFIG
 from tests.test_train import (

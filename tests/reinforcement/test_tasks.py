@@ -2,9 +2,10 @@
 
 import pytest
 
-from configs.schema import ReinforceConfig, UserError
+from configs.schema import ReinforceConfig
 from data.conversation import document_of, render
 from reinforcement.tasks import GSM8K, Problem, Sums, in_words
+from system.errors import UserError
 from tests.evaluation.chat_sets import make_sets, tokenizer
 
 SUMS = Sums(ReinforceConfig(difficulty=2), 7, "")

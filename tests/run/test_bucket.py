@@ -10,15 +10,14 @@ from unittest.mock import Mock
 import pytest
 from gcsfs.retry import HttpError
 
-from configs.files import StorageLost
-from configs.schema import CheckpointConfig, MeshConfig, UserError
+from configs.schema import CheckpointConfig, MeshConfig
 from hosts.preflight import preflight
-from hosts.runtime import TrainingAborted
 from run.checkpoint import Checkpoints, finished_steps
 from run.checkpoint_files import Saving, delete
 from run.folder import RunLock, take_over
 from run.record import fetch_locally, local_path, other_writer, upload
 from run.saver import Saver
+from system.errors import StorageLost, TrainingAborted, UserError
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, saved, state_on
@@ -201,6 +200,6 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
     monkeypatch.setattr("run.checkpoint.finished_steps", faulty)
     assert Checkpoints(RUN).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)

@@ -15,13 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from configs.files import StorageLost
-from configs.schema import CheckpointConfig, MatricesConfig, UserError
-from hosts.distributed import Damaged, NoCheckpoint
+from configs.schema import CheckpointConfig, MatricesConfig
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.saver import Saver
+from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
 from tests.helpers import ALL_FEATURES, sharded, tiny_config
 from training.optimizer import make_optimizer
 from training.state import abstract_state, create_state, params_sha256, stored_as
@@ -294,7 +293,7 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "is_there", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert len(checkpoints.failures) == 1 and checkpoints.failures[-1].may_pass
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     checkpoints.save(2, state_on(1)[0], FACTS)
     with pytest.raises(StorageLost, match="Input/output error"):
         checkpoints.save(3, state_on(1)[0], FACTS)

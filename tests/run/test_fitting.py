@@ -12,13 +12,12 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.command_line import Exit
 from configs.schema import EvalConfig, with_options
-from hosts.runtime import StartAgain
 from run import fitting as module
 from run.fitting import COMPILATIONS, Fitting, TrainSteps
 from run.log import MetricsLog
 from run.record import Events, Times, read_metrics
+from system.errors import Exit, StartAgain
 from tests.helpers import tiny_config
 from tests.test_train import COMMANDS, run, write_folder
 from train import main

@@ -11,22 +11,13 @@ import jax
 import pytest
 
 from configs.command_line import config_from_json
-from configs.files import StorageLost
-from configs.schema import (
-    BatchConfig,
-    Config,
-    EvalConfig,
-    ModelConfig,
-    UserError,
-    hints,
-    options,
-    with_options,
-)
+from configs.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from hosts.runtime import versions
 from run import folder as run_folder
 from run.folder import RunLock
 from run.record import Events
 from run.saver import Saver
+from system.errors import StorageLost, UserError
 from tests.run.test_checkpoint import KEEP_ALL, saved, state_on
 
 FREE = {
@@ -208,7 +199,7 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     if taken:
         with RunLock(tmp_path) as lock:
             assert lock.file and "without locks" in messages[0]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, Config, MeshConfig, UserError, with_options
+from configs.schema import CheckpointConfig, Config, MeshConfig, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
@@ -17,6 +17,7 @@ from run.folder import write_config_json
 from run.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
 from run.record import local_path, upload
 from run.saver import Saver
+from system.errors import UserError
 from tests.helpers import perturbed, tiny_config
 from training.build import build
 from training.mesh import resized

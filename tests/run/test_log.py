@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from configs.schema import CheckpointConfig, EvalConfig, HangConfig, LogConfig
-from hosts.runtime import TrainingAborted
 from run.log import ENOUGH, MOST_SKIPPED, Clock, MetricsLog, mfu_of
 from run.record import Times, read_metrics, seconds_by_activity
 from run.start import ResumePoint
+from system.errors import TrainingAborted
 from tests.helpers import tiny_config
 from training.state import TrainState
 

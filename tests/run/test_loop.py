@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import pytest
 
-from configs.command_line import Exit
 from configs.schema import ProfileConfig
 from evaluation.evaluator import Evaluator
 from hosts.stop import Stop
@@ -17,6 +16,7 @@ from run.log import MetricsLog
 from run.metrics import Profile
 from run.record import Events, read_metrics
 from run.saver import Saver
+from system.errors import Exit
 from tests.helpers import tiny_config
 from tests.run.test_continuing import CONFIG, losses
 from tests.test_train import run, write_folder

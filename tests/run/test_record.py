@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.command_line import Exit
-from configs.files import StorageLost
-from configs.schema import UserError
-from hosts.runtime import StartAgain, TrainingAborted
 from run.ending import failure_recorded, notify_of_failure
 from run.record import (
     ACTIVITIES,
@@ -22,6 +18,7 @@ from run.record import (
     saved_up_to,
     upload,
 )
+from system.errors import Exit, StartAgain, StorageLost, TrainingAborted, UserError
 from tests.helpers import tiny_config
 
 RUN = "gs://bucket/runs/mine"

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 import jax, numpy as np
 import orbax.checkpoint as ocp
-import configs.files
+import system.files
 from configs.schema import CheckpointConfig
 from hosts.runtime import run_command, start_jax
 from run.saver import Saver
 from training.state import TrainState
 
 def main():
-    configs.files.RETRY_SECONDS = 2
+    system.files.RETRY_SECONDS = 2
     start_jax()
     mesh = jax.make_mesh((jax.device_count(),), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None))
@@ -59,7 +59,7 @@ def main():
         errors += [reason] * number * jax.process_index()
         try:
             restored, facts = checkpoints.restore_newest(abstract)
-        except configs.files.StorageLost as error:
+        except system.files.StorageLost as error:
             print(f"{act}: StorageLost: {error}", flush=True)
             errors.clear()
             continue

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.files import RETRY_SECONDS, StorageLost
 from configs.schema import CheckpointConfig
-from hosts.runtime import TrainingAborted
 from run import saver
 from run.checkpoint import Checkpoints
 from run.checkpoint_files import explaining
 from run.folder import RunLock
 from run.saver import Saver
+from system.errors import StorageLost, TrainingAborted
+from system.files import RETRY_SECONDS
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
 
 STATE = state_on(1)[0]
@@ -100,8 +100,8 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
 def test_a_last_save_that_fails_does_not_replace_the_error_that_ends_the_run(tmp_path, monkeypatch, pauses, error):
     monkeypatch.setattr(FakeSaving, "failing", {40})
     monkeypatch.setattr(FakeSaving, "may_pass", True)
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", -1)  # over at the first failure
-    monkeypatch.setattr("configs.files.FEWEST_ATTEMPTS", 1)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", -1)  # over at the first failure
+    monkeypatch.setattr("system.files.FEWEST_ATTEMPTS", 1)
     with pytest.raises(type(error), match=str(error)), Saver(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(40, STATE, FACTS)
         raise error

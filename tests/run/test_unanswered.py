@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.files import StorageLost
-from configs.schema import DataConfig, UserError
+from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
@@ -16,6 +15,7 @@ from hosts.preflight import problems_here
 from run.folder import RunLock, config_of_run, open_run
 from run.metrics import MetricsWriter
 from run.record import Events
+from system.errors import StorageLost, UserError
 from tests.data.preparations import digests, write_files
 from tests.helpers import tiny_config
 
@@ -62,7 +62,7 @@ def test_a_start_does_not_go_on_without_a_file_of_the_run(tmp_path, unanswered, 
     unanswered.add(name)
     with pytest.raises(OSError, match="Stale"):
         open_run(config, "print", False)
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     if name == "config.json":
         with pytest.raises(StorageLost, match="Stale"):
@@ -74,7 +74,7 @@ def test_a_dataset_is_neither_prepared_again_nor_taken_for_text(tmp_path, unansw
     settings = Preparation(source=source, vocab_size=280, val_fraction=0.3)
     prepare(settings, out)
     before = digests(out)
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     for name in ("dataset.json", "train_000000.bin", "3.txt"):
         unanswered.add(name)

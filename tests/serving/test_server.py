@@ -21,7 +21,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import chat
-from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.prepare.selection import add_chat_tokens, train_tokenizer
 from data.tokenizer import TextTokenizer
@@ -31,6 +30,7 @@ from model.sampling import Sampling
 from serving.model import Model
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
 from serving.text import AnswerText
+from system.errors import UserError
 from tests.evaluation.test_engine import network
 from tests.ports import free_ports
 

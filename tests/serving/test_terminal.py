@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 import chat
-from configs.schema import UserError, with_options
+from configs.schema import with_options
 from data.conversation import render
 from evaluation.engine import Engine
 from evaluation.network import Network
 from interchange.convert import write_run
 from model.sampling import Sampling
 from serving.terminal import Terminal
+from system.errors import UserError
 from tests.evaluation.test_engine import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
 
 ASK, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]

@@ -9,10 +9,11 @@ import jax
 import pytest
 
 from configs import plain
-from configs.command_line import Exit, exit_code_of, parse
+from configs.command_line import exit_code_of, parse
 from configs.schema import with_options
 from hosts.topology import machines
 from run.start import build_and_open_text
+from system.errors import Exit
 from tests.helpers import tiny_config
 from tests.test_train import write_folder
 from tools import plan

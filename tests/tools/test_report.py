@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from configs.command_line import exit_code_of
-from configs.schema import UserError
+from system.errors import UserError
 from tests.chromium import PROGRAM, Chromium
 from tests.helpers import tiny_config
 from tests.run_folders import write_run

@@ -9,9 +9,9 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
-from configs.schema import UserError
 from hosts.topology import Machine, Topology, machines
 from model import parallel
+from system.errors import UserError
 
 CORES = {
     7.5: (64, 1024, 64),

@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from configs.schema import UserError
 from data.conversation import render
 from data.packing import learned
 from data.prepare.corpus import GREETING
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
+from system.errors import UserError
 from tests.data.preparations import facts_of, jsonl, write_files
 
 TOKENIZER = train_tokenizer(["some words, and others"], 266)

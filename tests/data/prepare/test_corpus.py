@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs.schema import UserError
 from data.prepare import listing
 from data.prepare.chat_formats import OTHERWISE
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.selection import hash_share
 from data.prepare.source_files import CHUNK_BYTES, SourceFile
+from system.errors import UserError
 from tests.data.preparations import jsonl, write_files
 
 

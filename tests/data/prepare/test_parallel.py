@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.prepare.parts
-from configs.schema import UserError
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
+from system.errors import UserError
 from tests.data.preparations import ROOT, digests, facts_of, tokens_of
 
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]

@@ -20,11 +20,11 @@ import pytest
 from huggingface_hub import HfApi
 
 import data.prepare.__main__
-from configs.files import StorageLost
-from configs.schema import DataConfig, UserError
+from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
+from system.errors import StorageLost, UserError
 from tests.data.preparations import facts_of
 
 SHA = "1234567890abcdef1234567890abcdef12345678"
@@ -150,7 +150,7 @@ def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, tmp_path, monkey
 def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
     """Retry, although the client's errors are no OSErrors."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("configs.files.RETRY_SECONDS", 0)
+    monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     with pytest.raises(StorageLost, match=r"hf:owner/name: .*refused"):
         find_corpus("hf:owner/name")

@@ -13,9 +13,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 from bench.accelerator import AUTOTUNING, TUNED
 from bench.throughput import Sizes, sized
 from configs import plain
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, with_options
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, with_options
 from hosts.topology import machines
 from model import parallel
+from system.errors import UserError
 from tools.programs.compiled import Instruction, compile_step, names, numbers, read_program, type_bytes, visits
 from tools.programs.topologies import devices_of
 from training.build import build

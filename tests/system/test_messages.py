@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from configs.messages import LOGGER, show_messages
-from configs.progress import progress
+from system.messages import LOGGER, show_messages
+from system.progress import progress
 
 
 @pytest.mark.parametrize(("first", "shown"), [(True, "step 2\nlow disk\n"), (False, "")])
@@ -21,7 +21,7 @@ def test_the_first_process_shows_each_message_once(first, shown, capsys, monkeyp
 
 
 def test_without_a_terminal_each_interval_has_a_line_with_the_time_left(monkeypatch, capfd):
-    monkeypatch.setattr("configs.progress.LINE_SECONDS", 0)
+    monkeypatch.setattr("system.progress.LINE_SECONDS", 0)
     assert list(progress(range(2), desc="encoding", unit="files")) == [0, 1]
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "encoding: 0%, 0 of 2 files, ? left" and lines[-1] == "encoding: 100%, 2 of 2 files, 00:00 left"

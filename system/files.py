@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from configs.schema import UserError
+from system.errors import StorageLost, UserError
 
 T = TypeVar("T")
 
@@ -112,10 +112,6 @@ def append_whole(path: Path, text: str) -> None:
         os.truncate(path, size)  # after closing, which writes the rest of a failed flush
         error.filename = str(path)
         raise
-
-
-class StorageLost(Exception):
-    """A disk or a store failed for longer than retries last: start all processes again."""
 
 
 def causes(error: BaseException) -> list[BaseException]:

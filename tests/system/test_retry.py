@@ -11,8 +11,9 @@ import pytest
 from gcsfs.retry import HttpError
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-import configs.files
-from configs.files import StorageLost, described, is_transient, with_retries
+import system.files
+from system.errors import StorageLost
+from system.files import described, is_transient, with_retries
 
 
 def wrapped(error: Exception) -> Exception:
@@ -97,7 +98,7 @@ def test_a_server_that_asks_for_a_longer_pause_gets_it(asked, monkeypatch, capsy
     now = [datetime(2000, 1, 1, tzinfo=UTC).timestamp()]
     clock = Mock(wraps=time, monotonic=lambda: now[0], time=lambda: now[0])
     monkeypatch.setattr("tenacity.time", clock)
-    monkeypatch.setattr("configs.files.time", clock)
+    monkeypatch.setattr("system.files.time", clock)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: now.append(now.pop() + seconds))
     begun = now[0]
 
@@ -106,11 +107,11 @@ def test_a_server_that_asks_for_a_longer_pause_gets_it(asked, monkeypatch, capsy
             raise answered(response=Mock(status_code=429, headers={"Retry-After": asked}))
         return "done"
 
-    assert with_retries("the hub", ask) == "done" and now[0] < begun + 330 + configs.files.LONGEST_PAUSE
+    assert with_retries("the hub", ask) == "done" and now[0] < begun + 330 + system.files.LONGEST_PAUSE
     assert re.search(r"the hub: .*; trying again in 33\d s", capsys.readouterr().err)
 
 
 def test_an_error_that_lasts_long_is_lost_storage(monkeypatch):
-    monkeypatch.setattr(configs.files, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(system.files, "RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
         with_retries("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))
