@@ -20,7 +20,7 @@ from data.loader import StepBatches
 from hosts.clock import running_seconds
 from hosts.distributed import on_every_process
 from hosts.machines import peak_flops
-from hosts.stop import Watchdog, end_as_hung, time_limit
+from hosts.watchdog import Watchdog, end_as_hung, time_limit
 from model.gpt import flops_per_token, parameter_shapes
 from run.ending import COMMAND_SECONDS, tell
 from run.metrics import MetricsWriter, Wandb

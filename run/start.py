@@ -17,7 +17,7 @@ from evaluation.evaluator import encode_prompts
 from hosts.distributed import check_hosts_agree, on_every_process, on_first_process
 from hosts.preflight import require_room
 from hosts.runtime import code_digest, describe_processes, versions
-from hosts.stop import io_limit
+from hosts.watchdog import io_limit
 from model.gpt import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability

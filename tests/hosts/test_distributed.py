@@ -235,7 +235,7 @@ def test_processes_find_each_other_in_slurm_s_environment_past_a_proxy_that_does
 
 ONE_FAILS = """
 import errno, jax
-from configs.schema import UserError
+from system.errors import UserError
 from hosts.distributed import on_every_process
 from hosts.runtime import explained, run_command, start_jax
 def main():

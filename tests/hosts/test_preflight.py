@@ -96,7 +96,7 @@ def test_a_host_that_never_answers_ends_the_start(tmp_path, monkeypatch):
     """Its disk does not answer, say, while JAX's heartbeat continues."""
     ended, reasons = threading.Event(), []
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("hosts.stop.end_as_hung", lambda reason: (reasons.append(reason), ended.set()))
+    monkeypatch.setattr("hosts.watchdog.end_as_hung", lambda reason: (reasons.append(reason), ended.set()))
     monkeypatch.setattr(module, "exchange", lambda what, value: ended.wait(5) and [value])
     preflight(replace(tiny_config(), run_dir=str(tmp_path)), make_mesh(MeshConfig()), "tokenizer")
     assert reasons == ["the answers of all hosts take longer than 0.1 s"]

@@ -67,7 +67,7 @@ import sys
 from system.messages import LOGGER, ignore_output_errors, show_messages
 from system.files import StorageLost
 from hosts.runtime import run_command
-from hosts.stop import end_as_hung
+from hosts.watchdog import end_as_hung
 def main():
     if sys.argv[1] != "output":
         ignore_output_errors("stdout")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import HangConfig
-from hosts.stop import Stop, Watchdog
+from hosts.stop import Stop
+from hosts.watchdog import Watchdog
 from tests.hosts.test_runtime import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ class Watched:
 
     def __init__(self, monkeypatch, **options):
         self.time, self.reasons = 0.0, []
-        monkeypatch.setattr("hosts.stop.running_seconds", lambda: self.time)
+        monkeypatch.setattr("hosts.watchdog.running_seconds", lambda: self.time)
         self.dog = Watchdog(HangConfig(**options), self.reasons.append)
 
     def take(self, steps: int, seconds: float) -> None:
@@ -103,8 +104,10 @@ def test_an_evaluation_is_no_hang(monkeypatch):
 IMPORTS = """
 import hashlib, os, signal, threading, time
 from contextlib import contextmanager, suppress
-from configs.schema import HangConfig, UserError
+from configs.schema import HangConfig
 from hosts.stop import *
+from hosts.watchdog import *
+from system.errors import UserError
 """
 INTERRUPTED_TWICE = """
 with Stop(HangConfig()) as stop, stop.deferred_signals():

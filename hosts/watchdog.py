@@ -1,0 +1,124 @@
+"""Limits of time: for a step, which blocks all processes if it does not end, and for reading, writing and evaluating.
+
+A thread measures the time since the devices were last known to be done with a step. Steps are dispatched ahead of
+time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones. No limit
+counts the time in which the system stops this process (`hosts.clock`).
+"""
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from configs.schema import HangConfig
+from hosts.clock import running_seconds
+from system.errors import Exit
+
+FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
+FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
+
+
+class Watchdog:
+    """End this process with code 42, inside `with`, if a step takes far longer than others."""
+
+    def __init__(self, config: HangConfig, on_timeout: Callable[[str], Any] | None = None):
+        """Call `on_timeout(reason)` in the thread that watches; by default it ends this process."""
+        self.config, self.on_timeout = config, on_timeout or end_as_hung
+        self.step_seconds: deque[float] = deque(maxlen=64)
+        """Seconds of a step, each time that the devices were done."""
+        self.dispatched = self.finished = -1
+        self.since = running_seconds()  # infinite during other work
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        self.since = running_seconds()
+        if self.config.seconds:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+
+    def dispatch(self, step: int) -> None:
+        """Note that a step was given to the devices."""
+        self.dispatched = step
+        if self.finished < 0:
+            self.finished = step - 1
+
+    def finish(self, step: int) -> None:
+        """Note that the devices have finished all steps up to this one."""
+        if step > self.finished:
+            now = running_seconds()
+            if self.since < math.inf:
+                self.step_seconds.append((now - self.since) / (step - self.finished))
+                self.since = now
+            self.finished = step
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
+        began, since, self.since = running_seconds(), self.since, math.inf
+        try:
+            with io_limit(self.config, what, self.on_timeout):
+                yield
+        finally:
+            self.since = since + running_seconds() - began
+
+    @property
+    def allowed(self) -> float:
+        """Return the seconds that the dispatched steps, and one more, may take."""
+        if not self.step_seconds:
+            return FIRST * self.config.seconds
+        return max(self.config.seconds, FACTOR * median(self.step_seconds) * (self.dispatched + 1 - self.finished))
+
+    def check(self) -> None:
+        """Call `on_timeout` if they have taken longer."""
+        passed = running_seconds() - self.since
+        if passed > self.allowed:
+            usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"
+            self.on_timeout(f"no step after {self.finished} has ended for {passed:.0f} s (--hang.seconds; {usual})")
+
+    def _watch(self) -> None:
+        while not self.ended.wait(min(1.0, self.config.seconds / 4)):
+            self.check()
+
+
+@contextmanager
+def io_limit(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """End this process with code 42 if a restore, a save or an evaluation inside takes longer than
+    `hang.io_seconds`."""
+    seconds = config.io_seconds or math.inf
+    with time_limit(seconds, f"{what} takes longer than {seconds} s (hang.io_seconds in the config)", on_timeout):
+        yield
+
+
+@contextmanager
+def time_limit(seconds: float, reason: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """End this process with code 42, or call `on_timeout`, if the work inside takes longer than `seconds`, in which
+    this process ran."""
+    ended, until = threading.Event(), running_seconds() + seconds
+
+    def watch() -> None:
+        while (left := until - running_seconds()) > 0:
+            if ended.wait(min(left, threading.TIMEOUT_MAX)):
+                return
+        (on_timeout or end_as_hung)(reason)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def end_as_hung(reason: str) -> None:
+    """Print the reason and every thread's stack, and end this process, which ends the others of the run."""
+    print(f"error: {reason}; every thread of this process:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(2)
+    os._exit(Exit.PEER_LOST)
