@@ -48,7 +48,7 @@ from evaluation.network import mesh_of_first, open_network, require_chat_tokens
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.sampling import Sampling
-from run.record import storage_path
+from run.folder import RunFolder
 from serving.model import model_of, size_of
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
@@ -71,7 +71,7 @@ def main() -> int:
     if address:
         at = f"http://{arguments.host}:{address.getsockname()[1]}"
         note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
-        name = storage_path(arguments.run_dir).name
+        name = RunFolder(arguments.run_dir).path.name
         model = model_of(network.config, name, network.dataset)
         serve(engine, network.tokenizer, model, sampling, address, arguments.host, arguments.queue)
         return 0

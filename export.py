@@ -57,8 +57,9 @@ from interchange.folders import beyond_hf, converses, write_hf, write_safetensor
 from model.gpt import kinds
 from model.loss import softcap
 from run.checkpoint import Checkpoints
-from run.folder import config_of_run
-from run.record import Events, batch_of, fetch_locally, scores
+from run.config_json import config_of_run
+from run.folder import RunFolder
+from run.record import batch_of
 from training.mesh import make_mesh
 from training.optimizer import path_name
 from training.sharded import shard_network, split_model
@@ -100,15 +101,15 @@ def main() -> int:
         require_transformers()
     start_jax()
     shard_bytes = int(arguments.shard_gigabytes * 1e9)
-    config, step, shards = read_in_shards(arguments.run_dir, shard_bytes, arguments.step)
-    folder = fetch_locally(arguments.run_dir)
-    tokenizer = load_tokenizer(folder / "tokenizer")
+    folder = RunFolder(arguments.run_dir)
+    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step)
+    tokenizer = load_tokenizer(folder.fetched() / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        bits = scores(folder)
-        tokens, _ = batch_of(Events(folder).read(), step, config.batch.tokens_per_step)
-        if not config_of_run(arguments.run_dir)[0]["dataset"]:  # it was converted
+        bits = folder.figures()
+        tokens, _ = batch_of(folder.events.read(), step, config.batch.tokens_per_step)
+        if not config_of_run(folder)[0]["dataset"]:  # it was converted
             tokens = None
         card = model_card(config, step, tokens, bits.get(step), arguments.license, converses(config, tokenizer))
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
@@ -120,12 +121,12 @@ def main() -> int:
 
 
 def read_in_shards(
-    run_dir: str | Path, max_bytes: int, step: int | None = None
+    folder: RunFolder, max_bytes: int, step: int | None = None
 ) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
     """Return a run's Config, a checkpoint's step (`step`, or the newest), and its float32 parameters by their dotted
     names: at most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
-    _, config = config_of_run(run_dir)
-    checkpoints = Checkpoints(run_dir)
+    _, config = config_of_run(folder)
+    checkpoints = Checkpoints(folder)
     step = checkpoints.asked(step)
     mesh = make_mesh(MeshConfig(data=1), jax.local_devices()[:1])
     abstract = shard_network(config.model, jnp.dtype("float32"), mesh).abstract_params()

@@ -1,7 +1,6 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
 import gc
-from collections.abc import Callable
 
 from configs.arguments import StartArguments
 from configs.command_line import parse, parse_own, refuse_mistakes
@@ -14,125 +13,76 @@ if __name__ == "__main__":
 
 import jax
 
-from data.loader import train_batches
+from data.dataset import Text
 from evaluation.evaluator import Evaluator
-from hosts.distributed import on_first_process
-from hosts.preflight import preflight
+from hosts.clock import Timeline
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
-from run import ending, start
+from run import ending
 from run.base import config_of_continued
-from run.ending import notify_of_failure
-from run.fitting import Fitting
-from run.folder import RunLock
-from run.log import MetricsLog
-from run.metrics import Profile
-from run.record import Times, scores
-from run.saver import Saver
-from training.state import TrainState
+from run.folder import RunFolder
+from run.lock import RunLock
+from run.session import open_session
+from run.source import ResumePoint, Source, Stage
+from run.start import prepare
+from run.text import TextSource, open_text_of_run
+from training.build import Build
 
 
-def train(config: Config, arguments: StartArguments, stop: Stop, times: Times) -> Exit:
+def train(
+    config: Config, arguments: StartArguments, stage: Stage, folder: RunFolder, stop: Stop, timeline: Timeline
+) -> Exit:
     """Train, or resume training, until `config.steps`. Raise StartAgain if the memory ran out: the next start takes
     fewer rows."""
-    start.check_processes(config, arguments)
-    fitting = Fitting(config)
-    built, text = start.build_and_open_text(fitting.first_config())
-    status = start.claim_folder(built.config, text, arguments.accept_changes)
-    preflight(built.config, built.mesh, text.tokenizer.sha256)  # before anything that needs the devices
-    checkpoints = start.open_checkpoints(built.config, text, arguments.resume_step)
-    if status.finished == checkpoints.newest == built.config.steps:
-        return ending.already_complete(built.config, status.changes)
-    built, (train_step, measuring_step) = fitting.compile(built, checkpoints.newest, times)
-    config, evaluator = built.config, Evaluator(built, text)
+    prepared = prepare(config, arguments, stage, folder)
+    config = prepared.built.config
+    if prepared.is_complete:
+        return ending.already_complete(config, prepared.status.changes)
 
-    resume_point = start.resume(built, checkpoints, times) or start.begin(built)
-    start.record_start(built, text, status.changes, resume_point)
-    state, step = resume_point.state, resume_point.step
-    step_batches = start.batches_after(resume_point, built, text)
-    batches = train_batches(step_batches, built.batch_sharding, config.data.workers)
-    profile = Profile(config, step)
-    log = MetricsLog(built, text, resume_point, step_batches, times)
-    checkpoints.scores = log.scores  # the best one is kept
-    if status.changes:
-        log.write(step, {"changes": status.changes})
-    gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
-
-    with (
-        fitting.fewer_rows_if_out_of_memory(built),
-        checkpoints,  # whose end waits for the save in progress
-        log,
-        profile,
-        times.during("steps"),
-        stop.deferred_signals(),
-    ):
-        # Before step 0, or an evaluation that a kill or a request to stop cut off.
-        if not on_first_process(lambda: step in scores(config.run_dir, "val_loss")):
-            evaluate_if_due(step, state.params, evaluator, log, stop)
-        while step < config.steps and not stop.agreed():
-            profile.before(step + 1, state)
-            batch = log.clock.next_batch(batches)
-            log.watchdog.dispatch(step + 1)
-            take = measuring_step if is_due(step + 1, config.diagnostics.every_steps) else train_step
-            state, metrics = take(state, batch)
+    with open_session(prepared, stop, timeline) as run:
+        state, step = run.start.state, run.start.step
+        run.evaluate_first(step, state.params)
+        while step < config.steps and not stop.ask():
+            batch = run.next_batch(step, state.params)
+            if batch is None:  # asked to stop meanwhile
+                break
+            train_step = run.step_program(step + 1)
+            state, metrics = train_step(state, batch.arrays)
             step += 1
-            log.step(step, metrics)  # reads the step before, while the devices compute this one
-            profile.after(step, state)
+            run.log.step(step, metrics, batch)  # reads the step before, while the devices compute this one
+            run.profile.after(step, state)
 
-            save_if_due(step, state, checkpoints, log)
-            evaluate_if_due(step, state.params, evaluator, log, stop)
-        log.flush()
-        stopped = stop.agreed()  # even after the last step, whose evaluation may be cut off
-        with log.saving():
-            checkpoints.save_last(step, state, log.facts(step))
-    if stopped:
-        return ending.stopped(config, step, stop, times)
-    return ending.complete(config, state, log.tokens(step), log.clock.seconds, times)
+            run.save_if_due(step, state)
+            run.evaluate_if_due(step, state.params)
+        run.save_last(step, state)
+    if stop.agreed:
+        return ending.stopped(config, folder, step, stop, timeline)
+    return ending.complete(config, folder, state, run.log.tokens(step), run.log.seconds, timeline)
 
 
-def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never), and before the first, is due at `step`."""
-    return every > 0 and step % every == 0
+def text_source(built: Build, text: Text, start: ResumePoint) -> Source:
+    """Return a text's rows after a point as the source of batches, which evaluates on held-out text."""
+    return TextSource(built, text, start, Evaluator(built, text))
 
 
-def save_if_due(step: int, state: TrainState, checkpoints: Saver, log: MetricsLog) -> None:
-    """Save the state after `step` if that is due. Every process must call it."""
-    config = log.config
-    if is_due(step, config.log.every_steps):
-        checkpoints.poll()  # counts a save that ended
-    if step == config.steps or is_due(step, config.checkpoint.every_steps) or checkpoints.overdue:
-        log.flush()  # a checkpoint's metrics are on record before it
-        with log.saving():
-            checkpoints.save(step, state, log.facts(step))
+ON_TEXT = Stage(open_text_of_run, text_source)
+"""Pretraining, and fine-tuning on conversations."""
 
 
-def evaluate_if_due(step: int, params: dict, evaluator: Callable, log: MetricsLog, stop: Stop) -> None:
-    """Evaluate the network after `step` by `evaluator(params, should_stop)`, if that is due. A request to stop ends an
-    evaluation, and the next start repeats it. Every process must call it."""
-    config = log.config
-    if not (step == config.steps or is_due(step, config.eval.every_steps)) or stop.agreed():
-        return
-    log.flush()
-    with log.evaluating():
-        jax.block_until_ready(params)
-        results = evaluator(params, stop.agreed)
-    if results is not None:
-        log.evaluation(step, results)
-
-
-def main(what: str | None = __doc__, run: Callable[..., Exit] = train) -> int:
-    """Parse the options of a command, and run it. Return its exit code."""
+def main(what: str | None = __doc__, stage: Stage = ON_TEXT) -> int:
+    """Parse the options of a command, and run a stage of training. Return its exit code."""
     config, arguments = parse(what, StartArguments, config_of_run=config_of_continued)
     ignore_output_errors("stdout")  # its messages; the results are in the run's folder
+    folder = RunFolder(config.run_dir)
 
     def start_once() -> Exit:
-        times = Times()
-        with ending.failure_recorded(config, times), stop.one_start():
-            return run(config, arguments, stop, times)
+        timeline = Timeline()
+        with ending.failure_recorded(folder, timeline), stop.one_start():
+            return train(config, arguments, stage, folder, stop, timeline)
 
     with Stop(config.hang) as stop:
         start_jax()
-        with RunLock(config.run_dir), notify_of_failure(config):
+        with RunLock(folder), ending.notify_of_failure(config, folder):
             try:
                 return start_once()
             except StartAgain as reason:

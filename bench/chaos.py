@@ -30,7 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, NotNegative, Positive
 from hosts.runtime import run_command
-from run.record import read_metrics
+from run.folder import RunFolder
 from system.errors import Exit, UserError
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "time")
@@ -185,7 +185,7 @@ def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float
 
 def state_of(run_dir: Path, processes: int) -> dict:
     """Return everything that a fault must not change."""
-    lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
+    lines = [{key: value for key, value in line.items() if key not in TIMES} for line in RunFolder(run_dir).metrics()]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     series = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("loss", "val_bpb")}
     left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())

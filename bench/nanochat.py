@@ -30,11 +30,12 @@ from configs.command_line import parse
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
 from configs.schema import Config, FilePath, ModelConfig, Positive, with_options
 from configs.validation import require_steps
-from data.loader import train_batches
 from evaluation.evaluator import Evaluator, evaluate
+from hosts.clock import Timeline
 from hosts.runtime import run_command, start_jax
-from run.log import Clock
-from run.start import ResumePoint, batches_after, build_and_open_text
+from run.folder import RunFolder
+from run.source import ResumePoint
+from run.text import TextSource, open_text_of_run
 from system.errors import UserError
 from system.files import is_there
 from system.messages import LOGGER
@@ -258,7 +259,7 @@ class Trainer:
 
 def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     """Train, and write metrics.jsonl. Return its last line, with what was used. UserError for a folder that has a
-    run, and as `Trainer` and `build_and_open_text` raise it."""
+    run, and as `Trainer` and `open_text_of_run` raise it."""
     require_steps(config)
     metrics = Path(arguments.out) / "metrics.jsonl"
     if is_there(metrics):
@@ -266,24 +267,33 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     if config.batch.rows_per_device == "auto":
         config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
     trainer = Trainer(config, arguments)
-    built, text = build_and_open_text(config)
+    built, text = open_text_of_run(config, RunFolder(config.run_dir))
     evaluator = Evaluator(built, text)
-    batches = batches_after(ResumePoint(built.abstract_state), built, text)
-    trainer.compile(batches[0])
+    source = TextSource(built, text, ResumePoint(built.abstract_state), evaluator)
+    trainer.compile(source.step_batches[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
     sums: Any = lambda _, batch: summed(trainer.network, batch, arguments.device)
-    clock, line = Clock(0.0, 0), {}
-    for step, batch in zip(range(config.steps + 1), train_batches(batches, built.batch_sharding, 2)):
-        if step % config.eval.every_steps == 0 or step == config.steps:
-            trainer.wait()
-            line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(clock.seconds, 3)}
-            with clock.paused(), metrics.open("a") as file:
-                line |= {"val_bpb": evaluate(sums, {}, evaluator.batches, evaluator.text_bytes)["val_bpb"]}
-                file.write(f"{json.dumps(line)}\n")
-                LOGGER.info("step {step}: {val_bpb:.4f} bits per byte, {seconds:.1f} s of training".format(**line))
-        if step < config.steps:
-            trainer.step(step, batch)
-    return line | {"tokens_per_second": int(line["tokens"] / clock.seconds)} | trainer.facts()
+    timeline = Timeline()
+    line: dict[str, Any] = {}
+
+    def evaluated(step: int) -> dict[str, Any]:
+        """Write the bits per byte after `step`, and return its line."""
+        trainer.wait()
+        seconds = round(timeline.seconds("steps"), 3)
+        with timeline.during("evaluation"), metrics.open("a") as file:
+            bits = evaluate(sums, {}, evaluator.batches, evaluator.text_bytes)["val_bpb"]
+            line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": seconds, "val_bpb": bits}
+            file.write(f"{json.dumps(line)}\n")
+            LOGGER.info("step {step}: {val_bpb:.4f} bits per byte, {seconds:.1f} s of training".format(**line))
+        return line
+
+    with timeline.during("steps"):
+        for step, batch in zip(range(config.steps + 1), source.batches):
+            if step % config.eval.every_steps == 0 or step == config.steps:
+                line = evaluated(step)
+            if step < config.steps:
+                trainer.step(step, batch)
+    return line | {"tokens_per_second": int(line["tokens"] / line["seconds"])} | trainer.facts()
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from evaluation.evaluator import Generate, make_generate
 from evaluation.scorer import Scorer
 from hosts.distributed import on_every_process
 from run.checkpoint import Checkpoints
-from run.folder import config_of_run
-from run.record import fetch_locally
+from run.config_json import config_of_run
+from run.folder import RunFolder
 from system.errors import UserError
 from training.mesh import make_mesh, sizes_of
 from training.sharded import ShardedNetwork, shard_network
@@ -70,12 +70,14 @@ def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Ne
     """Return the network of a run's checkpoint of `step`, or of the newest. Raise UserError if there is none, or if the
     mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged. Every process must call it."""
 
+    folder = RunFolder(run_dir)
+
     def read() -> tuple[dict[str, Any], Config, TextTokenizer]:
-        facts, config = config_of_run(run_dir)
+        facts, config = config_of_run(folder)
         validate(replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-        return facts, config, load_tokenizer(fetch_locally(run_dir) / "tokenizer")
+        return facts, config, load_tokenizer(folder.fetched() / "tokenizer")
 
     facts, config, tokenizer = on_every_process(f"the run {run_dir}", read)
     sharded = shard_network(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
-    params, step = Checkpoints(run_dir).restore_params(sharded.abstract_params(), step)
+    params, step = Checkpoints(folder).restore_params(sharded.abstract_params(), step)
     return Network(config, tokenizer, params, sharded, step, facts["dataset"])

@@ -29,7 +29,7 @@ class Stop:
     that step: all end with one code.
 
     Once several processes have joined, JAX's preemption service takes SIGTERM over. It is a request then from the start
-    on, which the first `agreed` answers, after restoring and compiling.
+    on, which the first `ask` answers, after restoring and compiling.
 
     Python calls a signal's handler after the compilation or the step under way, which may take minutes. So a thread
     answers first.
@@ -42,9 +42,9 @@ class Stop:
         self.training = self.has_trained = False
         """Whether steps are under way, and whether this start has come to its steps."""
         self.asked = 0
-        """How often this process, one of several, has asked the others (`agreed`)."""
-        self.has_agreed = False
-        """The others' last answer."""
+        """How often this process, one of several, has asked the others (`ask`)."""
+        self.agreed = False
+        """The last answer."""
         self.leaving = ExitStack()
         """Ends the limit of time of a start that has come to its end."""
         self.signals = ExitStack()
@@ -142,17 +142,17 @@ class Stop:
             raise
         self._limit_leaving(None)
 
-    def agreed(self) -> bool:
+    def ask(self) -> bool:
         """Ask all processes, and return whether the run is to stop now, for all alike. Every process must ask equally
-        often: at each step, save, evaluation, and batch of one."""
+        often."""
         if jax.process_count() == 1:
-            return self.code is not None
-        if not self.has_agreed:
+            self.agreed = self.code is not None
+        elif not self.agreed:
             # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the
             # run's first step.
             self.asked += 1
-            self.has_agreed = multihost_utils.reached_preemption_sync_point(self.asked)
-        return self.has_agreed
+            self.agreed = multihost_utils.reached_preemption_sync_point(self.asked)
+        return self.agreed
 
     def agreed_code(self) -> Exit:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""

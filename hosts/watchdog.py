@@ -17,58 +17,50 @@ from statistics import median
 from typing import Any
 
 from configs.schema import HangConfig
-from hosts.clock import running_seconds
+from hosts.clock import STEPPING, Timeline, running_seconds
 from system.errors import Exit
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
 
 
-class Watchdog:
-    """End this process with code 42, inside `with`, if a step takes far longer than others."""
+LIMITED = {"evaluation": "an evaluation", "saves": "saving"}
+"""Activities that may take `hang.io_seconds` at a time, as a message names them."""
 
-    def __init__(self, config: HangConfig, on_timeout: Callable[[str], Any] | None = None):
-        """Call `on_timeout(reason)` in the thread that watches; by default it ends this process."""
-        self.config, self.on_timeout = config, on_timeout or end_as_hung
+
+class Watchdog:
+    """End this process with code 42, inside `with`, if a step takes far longer than others, or an evaluation or a save
+    longer than `hang.io_seconds`. Times are read from the timeline, so that an evaluation is no slow step."""
+
+    def __init__(
+        self, config: HangConfig, timeline: Timeline, step: int, on_timeout: Callable[[str], Any] | None = None
+    ):
+        """Watch the steps after `step`. Call `on_timeout(reason)` in the thread that watches; by default it ends this
+        process."""
+        self.config, self.timeline, self.on_timeout = config, timeline, on_timeout or end_as_hung
         self.step_seconds: deque[float] = deque(maxlen=64)
         """Seconds of a step, each time that the devices were done."""
-        self.dispatched = self.finished = -1
-        self.since = running_seconds()  # infinite during other work
+        self.dispatched = self.finished = step
+        """The newest steps that were given to the devices, and that they have finished."""
+        self.since = timeline.seconds(*STEPPING)
+        """Seconds of steps on the timeline when they had finished it."""
         self.ended = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        self.since = running_seconds()
-        if self.config.seconds:
-            threading.Thread(target=self._watch, daemon=True).start()
+        limits = [limit for limit in (self.config.seconds, self.config.io_seconds) if limit]
+        if limits:
+            threading.Thread(target=self._watch, args=(min(1.0, min(limits) / 4),), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
 
-    def dispatch(self, step: int) -> None:
-        """Note that a step was given to the devices."""
-        self.dispatched = step
-        if self.finished < 0:
-            self.finished = step - 1
-
     def finish(self, step: int) -> None:
         """Note that the devices have finished all steps up to this one."""
         if step > self.finished:
-            now = running_seconds()
-            if self.since < math.inf:
-                self.step_seconds.append((now - self.since) / (step - self.finished))
-                self.since = now
-            self.finished = step
-
-    @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        """Pause the timer of steps inside: an evaluation, a save. It has its own limit, `hang.io_seconds`."""
-        began, since, self.since = running_seconds(), self.since, math.inf
-        try:
-            with io_limit(self.config, what, self.on_timeout):
-                yield
-        finally:
-            self.since = since + running_seconds() - began
+            now = self.timeline.seconds(*STEPPING)
+            self.step_seconds.append((now - self.since) / (step - self.finished))
+            self.since, self.finished = now, step
 
     @property
     def allowed(self) -> float:
@@ -78,23 +70,32 @@ class Watchdog:
         return max(self.config.seconds, FACTOR * median(self.step_seconds) * (self.dispatched + 1 - self.finished))
 
     def check(self) -> None:
-        """Call `on_timeout` if they have taken longer."""
-        passed = running_seconds() - self.since
+        """Call `on_timeout` if the current activity has taken longer than it may."""
+        activity, start, now = self.timeline.now()
+        if activity in LIMITED and 0 < self.config.io_seconds < now - start:
+            self.on_timeout(io_reason(self.config, LIMITED[activity]))
+        if activity not in STEPPING or not self.config.seconds:
+            return
+        passed = self.timeline.seconds(*STEPPING) - self.since
         if passed > self.allowed:
             usual = f"one takes {median(self.step_seconds):.3g} s" if self.step_seconds else "none has ended yet"
             self.on_timeout(f"no step after {self.finished} has ended for {passed:.0f} s (--hang.seconds; {usual})")
 
-    def _watch(self) -> None:
-        while not self.ended.wait(min(1.0, self.config.seconds / 4)):
+    def _watch(self, every: float) -> None:
+        while not self.ended.wait(every):
             self.check()
+
+
+def io_reason(config: HangConfig, what: str) -> str:
+    """Return why a process ends whose disk or store does not answer."""
+    return f"{what} takes longer than {config.io_seconds} s (hang.io_seconds in the config)"
 
 
 @contextmanager
 def io_limit(config: HangConfig, what: str, on_timeout: Callable[[str], Any] | None = None) -> Iterator[None]:
     """End this process with code 42 if a restore, a save or an evaluation inside takes longer than
     `hang.io_seconds`."""
-    seconds = config.io_seconds or math.inf
-    with time_limit(seconds, f"{what} takes longer than {seconds} s (hang.io_seconds in the config)", on_timeout):
+    with time_limit(config.io_seconds or math.inf, io_reason(config, what), on_timeout):
         yield
 
 

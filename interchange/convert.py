@@ -58,7 +58,8 @@ from data.tokenizer_formats import find_tokenizer
 from hosts.runtime import run_command, start_jax
 from interchange import formats
 from model.gpt import parameter_counts, parameter_shapes
-from run.folder import write_config_json
+from run.config_json import write_config_json
+from run.folder import RunFolder
 from run.saver import Saver
 from training.build import build
 from training.optimizer import path_name
@@ -204,7 +205,7 @@ def write_run(out: Path, config: Config, step: int, tokenizer: TextTokenizer, pa
     try:
         shutil.rmtree(partial, ignore_errors=True)  # from a conversion that was killed
         tokenizer.save(partial / "tokenizer")
-        Saver(partial, CheckpointConfig()).save_last(step, state, facts)
+        Saver(RunFolder(partial), CheckpointConfig()).save_last(step, state, facts)
         write_config_json(partial / "config.json", config, "", [])
         partial.rename(out)
     except OSError as error:

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float
 
 from configs.schema import Config, with_options
-from data.conversation import render
-from data.tokenizer import TextTokenizer
 from evaluation.engine import Answer, Engine
 from evaluation.network import Network
 from evaluation.statistics import mean_share_interval
 from model.sampling import Sampling
-from reinforcement.tasks import Problem, Task
+from reinforcement.questions import Questions, answers_of_step, prompt_of
+from reinforcement.tasks import Problem
+from run.source import ResumePoint, StepBatch
 from training.build import Build
 from training.mesh import batch_devices
 from training.step import Batch
@@ -40,19 +40,40 @@ class Rollout(NamedTuple):
 
 
 class Rollouts:
-    """A task's questions, and an engine that answers them on the run's mesh. Called with parameters, it returns the
-    figures of an evaluation. Every process must call its methods."""
+    """A task's questions, and the engine that answers them on the run's mesh, as the source of a step's batch."""
 
-    def __init__(self, built: Build, task: Task, tokenizer: TextTokenizer, params: dict):
-        """Compile for the parameters' shapes. `params` are the state's."""
-        config = self.config = built.config
-        self.built, self.task, self.tokenizer = built, task, tokenizer
-        per_row = config.batch.sequence_length // config.reinforce.tokens
-        slots = config.batch.rows * per_row * batch_devices(built.mesh)  # as many as a micro-batch has
-        short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
-        self.engine = Engine(Network(short, tokenizer, params, built.network), min(slots, answers_of_step(config)))
-        most = config.reinforce.held_out
-        self.held_out = list(dict.fromkeys(task.problem(number, True) for number in range(4 * most)))[:most]
+    score = ("pass_at_1", -1)
+    loss_is_a_measure = False
+    """Advantages sum to zero, so a loss has no size."""
+    why_empty = "each question's answers have one reward"
+
+    def __init__(self, built: Build, questions: Questions, engine: Engine):
+        self.built, self.engine = built, engine
+        self.task, self.tokenizer = questions.task, questions.tokenizer
+        most = built.config.reinforce.held_out
+        problems = (self.task.problem(number, True) for number in range(4 * most))
+        self.held_out = list(dict.fromkeys(problems))[:most]
+
+    @property
+    def config(self) -> Config:
+        """Return the run's options."""
+        return self.built.config
+
+    def batch(self, step: int, params: dict, should_stop: Callable[[], bool]) -> StepBatch | None:
+        """Return the answers to the questions of the step after `step` as its batch, with their figures; None once
+        `should_stop()`."""
+        answers = self.answers(params, step, should_stop)
+        if answers is None:
+            return None
+        weights, equal_rewards = advantages(answers, self.config.reinforce.samples)
+        figures = {
+            "reward": sum(one.reward for one in answers) / len(answers),
+            "equal_rewards": equal_rewards,
+            "tokens_per_answer": sum(len(one.answer.tokens) for one in answers) / len(answers),
+        }
+        if (step + 1) % self.config.log.every_steps == 0:
+            figures["entropy"] = self.entropy(params, answers)
+        return StepBatch(self.arrays(answers, weights), figures)
 
     def drawn(
         self, params: dict, asked: Sequence[tuple[Problem, Sampling]], should_stop: Callable[[], bool]
@@ -75,7 +96,7 @@ class Rollouts:
             rollouts.append(Rollout(problem, prompts[problem], answer, text, self.task.reward(problem, text)))
         return rollouts
 
-    def of_step(self, params: dict, step: int, should_stop: Callable[[], bool]) -> list[Rollout] | None:
+    def answers(self, params: dict, step: int, should_stop: Callable[[], bool]) -> list[Rollout] | None:
         """Return the answers to the questions of the step after `step`, `samples` to each after the other."""
         options, first = self.config.reinforce, step * self.config.reinforce.prompts
         problems = [self.task.problem(first + i, False) for i in range(options.prompts)]
@@ -84,7 +105,7 @@ class Rollouts:
         several = [problem for problem in problems for _ in range(options.samples)]
         return self.drawn(params, list(zip(several, samplings)), should_stop)
 
-    def batch(self, rollouts: Sequence[Rollout], weights: Float[np.ndarray, "answers"]) -> Batch:
+    def arrays(self, rollouts: Sequence[Rollout], weights: Float[np.ndarray, "answers"]) -> Batch:
         """Return the answers as a step's batch [K, B, T]. The tokens that the network drew have their answer's weight,
         the others 0. Each answer has an equal part of a row, and is a document of its own.
 
@@ -110,10 +131,29 @@ class Rollouts:
 
     def entropy(self, params: dict, rollouts: Sequence[Rollout]) -> float:
         """Return the mean of -log p of the drawn tokens. With temperature 1 it estimates the policy's entropy."""
-        losses, counts = self.built.eval_step(params, self.batch(rollouts, np.ones(len(rollouts), np.float32)))
+        losses, counts = self.built.eval_step(params, self.arrays(rollouts, np.ones(len(rollouts), np.float32)))
         return float(np.sum(np.asarray(losses), dtype=np.float64) / np.asarray(counts).sum())
 
-    def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def rows_of(self, step: int) -> dict[str, list]:
+        """Return nothing: the answers of a step are not kept."""
+        return {}
+
+    def describe_step(self, line: dict) -> str:
+        """Return the answers' mean reward."""
+        return f"reward {line['reward']:.3f}"
+
+    def describe_evaluation(self, results: dict[str, Any]) -> list[str]:
+        """Return the figures of an evaluation on held-out questions, each with its interval."""
+        most = powers_of_two(self.config.reinforce.samples)[-1]
+        names = {"greedy_accuracy": "greedy accuracy", "pass_at_1": "pass@1", f"pass_at_{most}": f"pass@{most}"}
+
+        def with_interval(name: str) -> str:
+            interval = results[f"{name}_interval"]
+            return f"{results[name]:.3f} ({interval['low']:.3f} to {interval['high']:.3f})"
+
+        return [", ".join(f"{shown} {with_interval(name)}" for name, shown in names.items())]
+
+    def evaluate(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Return `greedy_accuracy`, and `pass_at_1`, `pass_at_2`, `pass_at_4`, ... of at most `samples` draws, on the
         held-out problems, each with its interval of 95%, and some greedy answers; None once `should_stop()`. An answer
         with reward 1 is right."""
@@ -141,20 +181,21 @@ class Rollouts:
         return asked
 
 
+def rollouts_of(built: Build, questions: Questions, start: ResumePoint) -> Rollouts:
+    """Return the rollouts of a run, with an engine for the network of its state, and as many slots as a micro-batch has
+    answers."""
+    config = built.config
+    per_row = config.batch.sequence_length // config.reinforce.tokens
+    slots = config.batch.rows * per_row * batch_devices(built.mesh)
+    short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
+    network = Network(short, questions.tokenizer, start.state.params, built.network)
+    return Rollouts(built, questions, Engine(network, min(slots, answers_of_step(config))))
+
+
 def whole_to_devices(batch: dict[str, np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Return a batch that every process has whole as the global arrays [K, B, T]."""
     place = partial(jax.make_array_from_callback, shape, sharding)
     return {name: place(array.reshape(shape).__getitem__) for name, array in batch.items()}
-
-
-def prompt_of(tokenizer: TextTokenizer, problem: Problem) -> list[int]:
-    """Return the tokens of a question, up to the place of its answer."""
-    return render(tokenizer, [{"role": "user", "content": problem.question}], ask=True)
-
-
-def answers_of_step(config: Config) -> int:
-    """Return the number of answers of a step."""
-    return config.reinforce.prompts * config.reinforce.samples
 
 
 def advantages(rollouts: Sequence[Rollout], samples: int) -> tuple[Float[np.ndarray, "answers"], float]:

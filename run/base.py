@@ -8,25 +8,25 @@ from pathlib import Path
 from configs.schema import Config, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
-from run.checkpoint_files import finished_steps
-from run.folder import config_of_run
-from run.record import fetch_locally
+from run.config_json import config_of_run
+from run.folder import RunFolder
 from system.errors import UserError
-from system.files import cache_dir, in_bucket, with_retries
+from system.files import cache_dir
 
 
 def base_of_chat(config: Config) -> Config:
     """Return the options of the run in `config.init_from`, with `data.tokenizer` of `config`, or else the run's own.
     Raise UserError if there is no run, or if the tokenizer lacks the tokens of conversations."""
-    _, base = config_of_run(config.init_from)
-    home = Path(config.data.tokenizer or fetch_locally(config.init_from) / "tokenizer")
+    origin = RunFolder(config.init_from)
+    _, base = config_of_run(origin)
+    home = Path(config.data.tokenizer or origin.fetched() / "tokenizer")
     tokenizer = load_tokenizer(home)
     if missing := tokenizer.missing_chat_tokens:
         raise UserError(
             f"the tokenizer of {config.init_from} lacks tokens of conversations ({', '.join(missing)}). Train another "
             "network to start from, with a tokenizer that data.prepare or raw text trains: they reserve these tokens"
         )
-    if in_bucket(config.init_from):
+    if origin.in_bucket:
         home = save_in_cache(tokenizer)
     return with_options(base, {"data.tokenizer": str(home)})
 
@@ -35,23 +35,25 @@ def resumed_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
-    if not with_retries(config.run_dir, lambda: finished_steps(config.run_dir)):
+    folder = RunFolder(config.run_dir)
+    if not folder.retried(folder.finished_steps):
         return None
-    resumed = config_of_run(config.run_dir)[1]
+    resumed = config_of_run(folder)[1]
     if resumed.init_from != config.init_from:
         return None
-    tokenizer = load_tokenizer(fetch_locally(config.run_dir) / "tokenizer")
+    tokenizer = load_tokenizer(folder.fetched() / "tokenizer")
     return with_options(resumed, {"data.tokenizer": str(save_in_cache(tokenizer))})
 
 
 def config_of_continued(run_dir: str) -> Config:
     """Return the config with which a run continues: the recorded one, with the run's own tokenizer if the recorded one
     is gone. Raise UserError if there is no run."""
-    _, config = config_of_run(run_dir)
+    folder = RunFolder(run_dir)
+    _, config = config_of_run(folder)
     tokenizer = config.data.tokenizer
     if not tokenizer or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists():
         return config
-    home = save_in_cache(load_tokenizer(fetch_locally(run_dir) / "tokenizer"))
+    home = save_in_cache(load_tokenizer(folder.fetched() / "tokenizer"))
     return with_options(config, {"data.tokenizer": str(home)})
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and how to read them. run/saver.py writes them.
+"""The checkpoints of a run, and how to read them. run/saver.py writes them, and run/recovery.py mends them.
 
 Orbax does not detect flipped bits in an array's file, so checksums are saved with the arrays, and compared at each
 read.
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +21,8 @@ from etils import epath
 from jaxtyping import Array, Bool, UInt32
 
 from hosts.distributed import on_every_process, on_first_process
-from run.checkpoint_files import FACTS, checkpoint_folder, finished_steps, read_arrays, read_facts
-from run.record import reading
+from run.checkpoint_files import read_arrays, read_facts
+from run.folder import FACTS, RunFolder, reading
 from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
 from system.files import causes, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 from training.optimizer import path_name
@@ -38,13 +37,12 @@ class Checkpoints:
     """The checkpoints in a run's folder, on a disk or in a bucket (`gs://BUCKET/RUN`), to read. The run may continue
     meanwhile."""
 
-    def __init__(self, run_dir: str | Path):
-        """Open the folder. Raise UserError if it cannot be used. Every process must make one, and call its methods
-        together."""
-        self.folder = checkpoint_folder(run_dir)
-        find = partial(with_retries, str(self.folder), partial(finished_steps, run_dir))
-        with reading(f"the checkpoints in {run_dir}"):
-            self.steps: list[int] = on_first_process(find)
+    def __init__(self, run: RunFolder):
+        """Open a run's checkpoints. Raise UserError if they cannot be read. Every process must make one, and call its
+        methods together."""
+        self.run, self.folder = run, run.checkpoints
+        with reading(f"the checkpoints in {run}"):
+            self.steps: list[int] = on_first_process(partial(run.retried, run.finished_steps))
         """Steps of the complete checkpoints, in order; the same on every process."""
 
     @property

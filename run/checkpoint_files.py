@@ -23,28 +23,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from hosts.distributed import exchange
-from run.record import storage_path, upload
-from system.files import FULL, described, first_line, in_bucket, is_there
+from run.folder import FACTS, RunFolder
+from system.files import FULL, described, first_line, in_bucket
 from system.messages import LOGGER
 
-FACTS = "facts/metadata"  # a JSON file
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 DELETED = ".deleted"  # suffix of a folder that is being deleted
 UNFINISHED = "unfinished"  # object in a folder of a bucket that is being written, or deleted
 T = TypeVar("T")
-
-
-def checkpoint_folder(run_dir: str | Path) -> epath.Path:
-    """Return the folder of a run's checkpoints."""
-    return storage_path(run_dir) / "checkpoints"
-
-
-def finished_steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of a run's complete checkpoints, in order."""
-    folder = checkpoint_folder(run_dir)
-    if not is_there(folder):
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_there(path / FACTS))
 
 
 def outside_event_loop(function: Callable[[], T]) -> T:
@@ -123,10 +109,10 @@ class Saving(threading.Thread):
     """Writes a checkpoint in the background: each process its parts, then the first process completes it, and deletes
     old ones: a slow store delays no step."""
 
-    def __init__(self, run_dir: str | Path, folder: epath.Path, items: dict[str, Any], facts: dict, old: Sequence[int]):
+    def __init__(self, of: RunFolder, folder: epath.Path, items: dict[str, Any], facts: dict, old: Sequence[int]):
         """Copy the arrays off the devices. The folder `unfinished` must be empty. `old`: the steps to delete."""
         super().__init__(name=f"saving {folder.name}")
-        self.run_dir, self.folder, self.facts, self.old = run_dir, folder, facts, old
+        self.run_folder, self.folder, self.facts, self.old = of, folder, facts, old
         # Without metadata of arrays: the other processes would wait until the first has made their folder.
         arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
         registry = ocp.type_handlers.create_type_handler_registry(arrays)
@@ -156,7 +142,7 @@ class Saving(threading.Thread):
         failures = exchange("parts of a checkpoint", own_failure, channel="saving")
         failed = explaining([f"{failure} (process {i})" for i, failure in enumerate(failures) if failure])
         if not failed and jax.process_index() == 0:
-            failed = failure_of(lambda: upload(self.run_dir)) or failure_of(self._complete)
+            failed = failure_of(self.run_folder.upload) or failure_of(self._complete)
         self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
         if not self.failure and jax.process_index() == 0:
             delete(self.folder.parent, self.old)

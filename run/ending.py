@@ -19,9 +19,11 @@ from typing import Any, Literal
 import jax
 
 from configs.schema import Config
+from hosts.clock import Timeline
 from hosts.runtime import own_code
 from hosts.stop import Stop
-from run.record import Events, Times, local_path, read_metrics, saved_up_to, seconds_by_activity, storage_path, upload
+from run.folder import RunFolder
+from run.record import saved_up_to, seconds_by_activity
 from system.errors import Exit, TrainingAborted, UserError
 from system.files import first_line, write_picture, write_whole
 from system.messages import LOGGER
@@ -43,21 +45,27 @@ def already_complete(config: Config, changes: list[str]) -> Exit:
     return Exit.COMPLETE
 
 
-def stopped(config: Config, step: int, stop: Stop, times: Times) -> Exit:
+def stopped(config: Config, folder: RunFolder, step: int, stop: Stop, timeline: Timeline) -> Exit:
     """Report that the run stopped after `step`, as it was asked to, and return its exit code."""
     code = stop.agreed_code()
     LOGGER.info(
         f"stopped after step {step} of {config.steps}, saved in {config.run_dir}; the same command continues it"
     )
     if jax.process_index() == 0:
-        _, spent = record_stop(config, step, code, times)
+        _, spent = record_stop(folder, step, code, timeline)
         LOGGER.info(spent)
-        upload(config.run_dir)
-        tell(config, "end", f"stopped, exit code {int(code)}", step)
+        folder.upload()
+        tell(config, folder, "end", f"stopped, exit code {int(code)}", step)
     return code
 
 
-def tell(config: Config, event: Literal["spike", "failure", "end"], message: str, step: int | None = None) -> None:
+def tell(
+    config: Config,
+    folder: RunFolder,
+    event: Literal["spike", "failure", "end"],
+    message: str,
+    step: int | None = None,
+) -> None:
     """Start the command on the first process, with the event in its environment (`log.on_event`). Its output goes to
     the run's on_event.log. Only the end of a process waits for it, for some seconds. A failure is printed and changes
     nothing."""
@@ -68,7 +76,7 @@ def tell(config: Config, event: Literal["spike", "failure", "end"], message: str
     facts |= {"RUN": config.name, "RUN_DIR": run_dir}
     environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
     try:
-        with (local_path(config.run_dir) / "on_event.log").open("ab") as output:
+        with (folder.local / "on_event.log").open("ab") as output:
             started = subprocess.Popen(
                 config.log.on_event,
                 shell=True,
@@ -87,7 +95,7 @@ def tell(config: Config, event: Literal["spike", "failure", "end"], message: str
 
 
 @contextmanager
-def notify_of_failure(config: Config) -> Iterator[None]:
+def notify_of_failure(config: Config, folder: RunFolder) -> Iterator[None]:
     """Notify of an exception inside, unless somebody asked for the end. Keep its traceback in the run's folder, except
     for a user's mistake and for an aborted training."""
     try:
@@ -96,16 +104,16 @@ def notify_of_failure(config: Config) -> Iterator[None]:
         if not isinstance(error, UserError | TrainingAborted):
             with suppress(Exception):  # the disk or the store may have failed
                 name = f"traceback-{jax.process_index()}.txt"
-                (storage_path(config.run_dir) / name).write_text(traceback.format_exc())
-        tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
+                (folder.path / name).write_text(traceback.format_exc())
+        tell(config, folder, "failure", f"{type(error).__name__}: {first_line(error)}")
         if jax.process_index() == 0 and not isinstance(error, UserError):
             with suppress(Exception):
-                upload(config.run_dir)
+                folder.upload()
         raise
 
 
 @contextmanager
-def failure_recorded(config: Config, times: Times) -> Iterator[None]:
+def failure_recorded(folder: RunFolder, timeline: Timeline) -> Iterator[None]:
     """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
     an error whose code depends on the other processes (`hosts.runtime.leave`). A mistake and a kill record nothing."""
     try:
@@ -113,39 +121,46 @@ def failure_recorded(config: Config, times: Times) -> Iterator[None]:
     except Exception as error:
         if jax.process_index() == 0 and not isinstance(error, UserError):
             with suppress(Exception):  # the disk may be full or gone
-                events = Events(config.run_dir)
+                events = folder.events
                 if past := events.read():  # else it was not yet known that the folder is the run's
                     facts = {"code": own_code(error), "error": f"{type(error).__name__}: {first_line(error)}"}
-                    events.add("stop", saved_up_to(past), **facts, seconds=times.so_far())
+                    events.add("stop", saved_up_to(past), **facts, seconds=so_far(timeline))
         raise
 
 
-def record_stop(config: Config, step: int, code: Exit, times: Times) -> tuple[dict[str, float], str]:
+def record_stop(folder: RunFolder, step: int, code: Exit, timeline: Timeline) -> tuple[dict[str, float], str]:
     """Record that this start ended after `step`. Return the run's seconds by activity, and a line with them."""
     with suppress(OSError):  # the disk may be full
-        Events(config.run_dir).add("stop", step, code=code, seconds=times.so_far())
-    seconds = seconds_by_activity(Events(config.run_dir).read())
+        folder.events.add("stop", step, code=code, seconds=so_far(timeline))
+    seconds = seconds_by_activity(folder.events.read())
     return seconds, "seconds: " + ", ".join(f"{activity} {taken:,.1f}" for activity, taken in seconds.items())
+
+
+def so_far(timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of each activity of this process until now, for an event."""
+    return {activity: round(seconds, 3) for activity, seconds in timeline.by_activity().items()}
 
 
 FIGURES = {"loss": "training loss", "val_loss": "validation loss", "val_bpb": "bits per byte"}
 FIGURES |= {"reward": "reward", "greedy_accuracy": "greedy accuracy", "pass_at_1": "pass@1"}
 
 
-def complete(config: Config, state: TrainState, tokens: int, seconds: float, times: Times) -> Exit:
+def complete(
+    config: Config, folder: RunFolder, state: TrainState, tokens: int, seconds: float, timeline: Timeline
+) -> Exit:
     """Write the summary and the picture of a complete run, with `tokens` tokens in `seconds` seconds of training, and
     print its samples and figures. Every process must call it."""
     digest = params_sha256(state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return Exit.COMPLETE
-    seconds_of, spent = record_stop(config, config.steps, Exit.COMPLETE, times)
+    seconds_of, spent = record_stop(folder, config.steps, Exit.COMPLETE, timeline)
     facts = {"skipped_steps": int(state.skipped_steps), "params_sha256": digest}
-    summary, samples = summarize(config.run_dir, config.steps, tokens, seconds, **facts)
+    summary, samples = summarize(folder, config.steps, tokens, seconds, **facts)
     summary["seconds_by_activity"] = seconds_of
-    plot_loss(config.run_dir)
+    plot_loss(folder)
     # The last file: it marks the run as complete.
-    write_whole(local_path(config.run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
-    upload(config.run_dir)
+    write_whole(folder.local / "summary.json", json.dumps(summary, indent=2) + "\n")
+    folder.upload()
     for sample in samples:
         print(f"---\n{sample}")
     reached = ", ".join(
@@ -157,7 +172,7 @@ def complete(config: Config, state: TrainState, tokens: int, seconds: float, tim
         f"in {config.run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"{next_commands(config)}"
     )
-    tell(config, "end", f"complete: {reached}", config.steps)
+    tell(config, folder, "end", f"complete: {reached}", config.steps)
     return Exit.COMPLETE
 
 
@@ -183,9 +198,9 @@ def next_commands(config: Config) -> str:
     return "\n".join([*lines, f"train longer: the same command with --steps={2 * config.steps} --accept_changes"])
 
 
-def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
+def summarize(folder: RunFolder, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
     """Return a run's summary, with the newest losses of metrics.jsonl, and the newest samples."""
-    lines = read_metrics(run_dir)
+    lines = folder.metrics()
 
     def newest(name: str) -> Any:
         return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
@@ -198,12 +213,12 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     return summary, newest("samples") or []
 
 
-def plot_loss(run_dir: str | Path) -> Path:
+def plot_loss(folder: RunFolder) -> Path:
     """Draw training and validation loss against tokens. Return the picture's path."""
     from matplotlib.figure import Figure  # a second to import, and needed once, at the end
     from matplotlib.ticker import EngFormatter
 
-    lines = read_metrics(run_dir)
+    lines = folder.metrics()
 
     def course(name: str) -> list[tuple[int, Any]]:
         return [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
@@ -215,11 +230,11 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.path.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     if train or val:
         axes.legend()
-    path = local_path(run_dir) / "loss.png"
+    path = folder.local / "loss.png"
     write_picture(path, figure)
     return path

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from configs.schema import Config, options, with_options
+from hosts.clock import Timeline
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
     GIB,
@@ -26,8 +27,8 @@ from hosts.machines import (
     exceeds_vector_memory,
     is_lack_of_memory,
 )
-from run.record import Events, Times, local_path, storage_path, upload
-from run.start import describe
+from run.describe import describe
+from run.folder import RunFolder
 from system.errors import StartAgain, UserError
 from system.messages import LOGGER
 from training.build import (
@@ -57,12 +58,12 @@ class TrainSteps(NamedTuple):
     """The same step with diagnostics."""
 
 
-def compile_train_steps(built: Build, times: Times) -> TrainSteps:
+def compile_train_steps(built: Build, timeline: Timeline) -> TrainSteps:
     """Compile the programs that the run needs. A compiled program refuses other shapes, so no step can recompile. Every
     process must call it, together with the others."""
     every = built.config.diagnostics.every_steps
     LOGGER.info("compiling")
-    with times.during("compile"):
+    with timeline.during("compile"):
         compiled: Any = [
             step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
             for step, needed in ((built.train_step, every != 1), (built.measuring_step, every))
@@ -87,9 +88,9 @@ def refuse_what_does_not_fit() -> Iterator[None]:
 class Fitting:
     """Choose what fits the memory of the devices here, from the config that was asked for."""
 
-    def __init__(self, asked: Config):
-        """Every process must call it."""
-        self.asked, self.auto = asked, asked.batch.rows_per_device == "auto"
+    def __init__(self, asked: Config, folder: RunFolder):
+        """Take the run's folder, whose events have the choices of earlier starts. Every process must call it."""
+        self.asked, self.folder, self.auto = asked, folder, asked.batch.rows_per_device == "auto"
         if not self.auto:
             return
         devices, here = jax.devices(), jax.local_devices()
@@ -108,19 +109,19 @@ class Fitting:
         return with_options(self.asked, {ROWS: self.earlier_rows or 1}) if self.auto else self.asked
 
     @refuse_what_does_not_fit()
-    def compile(self, built: Build, step: int, times: Times) -> tuple[Build, TrainSteps]:
+    def compile(self, built: Build, step: int, timeline: Timeline) -> tuple[Build, TrainSteps]:
         """Compile the steps, at most COMPILATIONS times, and return the build with the most rows that fit, and them.
         Raise UserError if none fits. Every process must call it."""
         if not self.auto:
             LOGGER.info(describe(built))
-            return built, compile_train_steps(built, times)
+            return built, compile_train_steps(built, timeline)
         best: tuple[Build, TrainSteps] | None = None
         rows, tried = self.earlier_rows or self._first_rows(built), {}
         while rows and len(tried) < COMPILATIONS:
             if rows != built.config.batch.rows:
                 built = build(with_options(built.config, {ROWS: rows}))
             LOGGER.info(describe(built))
-            steps, tried[rows] = self._compiled(built, times)
+            steps, tried[rows] = self._compiled(built, timeline)
             fits = tried[rows] <= self.limit
             if steps and fits:
                 best = built, steps
@@ -160,11 +161,11 @@ class Fitting:
         within = (n for n in row_counts(built) if fitting < n < refused and interpolate(points, n) <= self.limit)
         return next(within, 0)
 
-    def _compiled(self, built: Build, times: Times) -> tuple[TrainSteps | None, float]:
+    def _compiled(self, built: Build, timeline: Timeline) -> tuple[TrainSteps | None, float]:
         """Compile the steps. Return them, and the bytes of a device that they and the held-out rows need; None and more
         than the limit if a TPU's compiler refuses. An evaluation and sampling need less than a step."""
         try:
-            steps = compile_train_steps(built, times)
+            steps = compile_train_steps(built, timeline)
         except jax.errors.JaxRuntimeError as error:
             if not is_lack_of_memory(str(error)) or exceeds_vector_memory(str(error)):
                 raise
@@ -191,29 +192,29 @@ class Fitting:
             rows = next(n for n in row_counts(built) if n <= config.batch.rows // 2)
             if jax.process_index() == 0:
                 self._record_lack_of_memory(self.key, rows)
-                upload(config.run_dir)
+                self.folder.upload()
             else:
-                note = storage_path(config.run_dir) / f"out_of_memory-{jax.process_index()}.json"
+                note = self.folder.path / f"out_of_memory-{jax.process_index()}.json"
                 note.write_text(json.dumps([self.key, rows]))
             raise StartAgain(f"out of memory: --{ROWS}={rows} from here on") from error
 
     def _read(self) -> int:
         """Return the run's newest choice for such devices and sizes; 0 if there is none."""
-        fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
+        fitted = [event for event in self.folder.events.read() if event["event"] == "fitted"]
         # A run of an earlier version, which is refused later, has none.
         return next((event.get("rows_per_device", 0) for event in reversed(fitted) if event["key"] == self.key), 0)
 
     def _record(self, step: int, rows: int) -> None:
-        Events(self.asked.run_dir).add("fitted", step, key=self.key, rows_per_device=rows)
+        self.folder.events.add("fitted", step, key=self.key, rows_per_device=rows)
 
     def _record_lack_of_memory(self, key: str, rows: int) -> None:
-        events = Events(self.asked.run_dir)
+        events = self.folder.events
         events.add("out_of_memory", 0, rows_per_device=rows)
         events.add("fitted", 0, key=key, rows_per_device=rows)
 
     def _record_notes(self) -> None:
         """Record what other processes noted when they ran out of memory in the last start, and delete their notes."""
-        for note in sorted(local_path(self.asked.run_dir).glob("out_of_memory-*.json")):
+        for note in sorted(self.folder.local.glob("out_of_memory-*.json")):
             with suppress(ValueError):  # the process was killed while it wrote
                 self._record_lack_of_memory(*json.loads(note.read_text()))
             note.unlink()

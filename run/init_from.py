@@ -1,5 +1,6 @@
 """The first state of a run from another run's network, and what must be the same in both."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,40 +10,49 @@ from jaxtyping import Array
 from configs.schema import Config, ModelConfig, Role, roles
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
+from hosts.distributed import on_first_process
 from model.kernels import window_of
 from run.checkpoint import Checkpoints
-from run.folder import config_of_run
-from run.record import fetch_locally
+from run.config_json import config_of_run
+from run.folder import RunFolder
 from system.errors import Damaged, NoCheckpoint, UserError
 from training.build import Build
 from training.state import TrainState
 
 
-def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if the run in `config.init_from` has another vocabulary than the data."""
-    folder = fetch_locally(config.init_from) / "tokenizer"
+def origin_of(config: Config, folder: RunFolder) -> RunFolder | None:
+    """Return the run in `init_from`, whose network a run begins from; None without any, or if the run's own `folder`
+    has a checkpoint. Every process must call it."""
+    if not config.init_from or on_first_process(partial(folder.retried, folder.finished_steps)):
+        return None
+    return RunFolder(config.init_from)
+
+
+def require_same_vocabulary(origin: RunFolder, tokenizer: TextTokenizer) -> None:
+    """Raise UserError if the run that another begins from has another vocabulary than the data."""
+    folder = origin.fetched() / "tokenizer"
     if tokenizer.library.get_vocab() != load_tokenizer(folder).library.get_vocab():
         raise UserError(
-            f"{config.init_from} has another vocabulary than the data; prepare the data with "
+            f"{origin} has another vocabulary than the data; prepare the data with "
             f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
         )
 
 
-def why_no_new_tokenizer(config: Config) -> str:
-    """Return why no tokenizer may be trained for a run that starts from `config.init_from`."""
+def why_no_new_tokenizer(origin: RunFolder) -> str:
+    """Return why no tokenizer may be trained for a run that begins from another."""
     return (
-        f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
-        f"--data.tokenizer={fetch_locally(config.init_from) / 'tokenizer'}"
+        f"--init_from={origin} has a tokenizer, and the text would get another: give "
+        f"--data.tokenizer={origin.fetched() / 'tokenizer'}"
     )
 
 
-def require_same_network(config: Config) -> None:
-    """Raise UserError if the network of the run in `config.init_from` computes another function than the options ask
-    for."""
-    theirs, ours = _function(config_of_run(config.init_from)[1].model), _function(resolved(config).model)
+def require_same_network(config: Config, origin: RunFolder) -> None:
+    """Raise UserError if the network of the run that this one begins from computes another function than the options
+    ask for."""
+    theirs, ours = _function(config_of_run(origin)[1].model), _function(resolved(config).model)
     if differ := [f"{name}: {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
         differences = "\n  ".join(differ)
-        raise UserError(f"{config.init_from} is of another network than the options ask for:\n  {differences}")
+        raise UserError(f"{origin} is of another network than the options ask for:\n  {differences}")
 
 
 def function_options(model: ModelConfig) -> dict[str, Any]:
@@ -60,12 +70,12 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     return options | {"windows of the blocks (window_pattern, short_window)": windows}
 
 
-def require_moments(config: Config) -> None:
-    """Raise UserError if the run in `config.init_from` has no moments that `config.init_optimizer` could bring."""
-    theirs, ours = config_of_run(config.init_from)[1].optimizer.matrices.kind, config.optimizer.matrices.kind
+def require_moments(config: Config, origin: RunFolder) -> None:
+    """Raise UserError if the run that this one begins from has no moments that `init_optimizer` could bring."""
+    theirs, ours = config_of_run(origin)[1].optimizer.matrices.kind, config.optimizer.matrices.kind
     if theirs != ours:
         raise UserError(
-            f"--init_optimizer takes moments of the same optimizer, and {config.init_from} was trained with "
+            f"--init_optimizer takes moments of the same optimizer, and {origin} was trained with "
             f"--optimizer.matrices.kind={theirs}, not {ours}: give that, or --init_optimizer=False"
         )
 
@@ -76,7 +86,7 @@ def initial_state(built: Build) -> TrainState:
     config = built.config
     if not config.init_from:
         return built.create_state()
-    checkpoints = Checkpoints(config.init_from)
+    checkpoints = Checkpoints(RunFolder(config.init_from))
     if not config.init_optimizer:
         return built.create_state()._replace(params=checkpoints.restore_params(built.abstract_state.params)[0])
     try:

@@ -1,11 +1,15 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard and Weights & Biases; and traces of its steps."""
+"""The metrics of a run: metrics.jsonl, TensorBoard and Weights & Biases.
+
+A resumed run first drops the lines after its checkpoint, and writes later ones again. So each step is there exactly
+once, whenever the run was killed.
+"""
 
 import json
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -14,11 +18,9 @@ from typing import Any
 import jax
 
 from configs.schema import Config, options
-from configs.validation import profiled_steps
-from run.record import Events, finite, local_path, read_metrics
+from run.folder import RunFolder
+from run.record import finite, read_metrics
 from system.files import append_whole, first_line, write_whole
-from system.messages import LOGGER
-from training.state import TrainState
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.
@@ -36,37 +38,43 @@ WANDB_SECONDS = 30  # that a start, and the end of a run, wait for Weights & Bia
 RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run's options
 
 
+def continue_metrics(folder: RunFolder, step: int, config: Config) -> "MetricsWriter":
+    """Drop the lines of metrics.jsonl after `step`, and return the writer of new ones, on the first process. Raise
+    OSError if the disk does not answer."""
+    if jax.process_index() > 0:
+        return MetricsWriter(folder, [])
+    # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
+    lines = [line for line in folder.metrics() if line["step"] <= step] if step else []
+    write_whole(folder.local / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    wandb = Wandb(config, folder) if config.log.wandb else None
+    return MetricsWriter(folder, lines, wandb, options(config))
+
+
 class MetricsWriter:
     """Appends to a run's metrics.jsonl, and writes the same for TensorBoard.
 
-    A resumed run first drops the lines after its checkpoint, and writes later ones again. So each step is in both
-    exactly once, whenever the run was killed. Only the first process writes. If the disk is full, lines wait in memory
-    until there is room (`problem` is the reason), and training continues.
+    Only the first process writes. If the disk is full, lines wait in memory until there is room (`problem` is the
+    reason), and training continues.
     """
 
     def __init__(
         self,
-        run_dir: str | Path,
-        start_step: int,
-        wandb: "Callable[[], Wandb] | None" = None,
+        folder: RunFolder,
+        lines: list[dict],
+        wandb: "Wandb | None" = None,
         hparams: Mapping[str, object] = MappingProxyType({}),
     ):
-        """Take `wandb`, which makes the sender of new lines, if any, and `hparams`: the run's options for
+        """Continue after `lines`, those that the file has. `wandb` sends new lines. `hparams`: the run's options for
         TensorBoard."""
-        self.hparams = hparams
+        self.lines, self.hparams, self.wandb = lines, hparams, wandb
         self.writes = jax.process_index() == 0
         self.problem = ""
-        if not self.writes:
-            return
-        self.path = local_path(run_dir) / "metrics.jsonl"
+        self.path = folder.local / "metrics.jsonl"
         self.waiting: list[dict] = []
         """Lines that the disk had no room for."""
-        # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
-        lines = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         self.tensorboard: TensorBoard | None = None
-        self.wandb = wandb() if wandb else None
-        self._show(lines)
+        if self.writes:
+            self._show(lines)
 
     def write(self, line: dict) -> None:
         """Write one line, with the time: a logged step, an evaluation with its samples, or a change of the config.
@@ -89,8 +97,8 @@ class MetricsWriter:
         """Write lines for TensorBoard; all of them again at the start, and after its file could not be written."""
         try:
             if self.tensorboard is None:
-                lines = read_metrics(self.path.parent)
-                self.tensorboard = TensorBoard(self.path.parent / "tensorboard", self.hparams)
+                lines = read_metrics(self.path)
+                self.tensorboard = begin_tensorboard(self.path.parent / "tensorboard", self.hparams)
             for line in lines:
                 self.tensorboard.show(line)
         except OSError as error:
@@ -114,15 +122,9 @@ class TensorBoard:
     """An event file, written at once. tensorboardX's own writer has a thread that dies when the disk is full; training
     would then wait for its queue for ever."""
 
-    def __init__(self, folder: Path, hparams: Mapping[str, object]):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)  # NFS keeps files that a viewer on this machine has open
+    def __init__(self, folder: Path):
         self.writer = EventsWriter(str(folder / "events"))
         self.flushed = 0.0
-        flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
-        experiment, session, _ = events.hparams(flat, dict.fromkeys(RESULTS, 0.0))  # the third marks its end
-        for summary in (experiment, session) if hparams else ():
-            self.add(summary, 0, time.time())
 
     def show(self, line: dict) -> None:
         """Write numbers as scalars (nested ones as `key/subkey`) and lists as texts."""
@@ -148,6 +150,19 @@ class TensorBoard:
         self.writer.close()
 
 
+def begin_tensorboard(folder: Path, hparams: Mapping[str, object]) -> TensorBoard:
+    """Delete what a folder has for TensorBoard, and return a new event file in it, which begins with a run's
+    options."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)  # NFS keeps files that a viewer on this machine has open
+    board = TensorBoard(folder)
+    flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
+    experiment, session, _ = events.hparams(flat, dict.fromkeys(RESULTS, 0.0))  # the third marks its end
+    for summary in (experiment, session) if hparams else ():
+        board.add(summary, 0, time.time())
+    return board
+
+
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Return the numbers in nested dicts, each with its keys as a path."""
     if isinstance(value, dict):
@@ -161,14 +176,14 @@ class Wandb:
     """Sends the numbers of metrics.jsonl to Weights & Biases, whose own process uploads them. An error is reported
     once, and the run continues without it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, folder: RunFolder):
         self.run: Any = None
         with self._reported_errors():
             import wandb  # pyright: ignore[reportMissingImports]
 
             entity, _, project = config.log.wandb.rpartition("/")
             # One run there for all starts of this one, on any machine.
-            first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
+            first = next((event["time"] for event in folder.events.read()), time.time())
             # Without finish_timeout, finish() waits for the network without end.
             limits = dict.fromkeys(("login_timeout", "init_timeout", "finish_timeout"), WANDB_SECONDS)
             settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
@@ -178,7 +193,7 @@ class Wandb:
                 name=config.name,
                 id=f"{int(1000 * first):x}",
                 resume="allow",
-                dir=local_path(config.run_dir),
+                dir=folder.local,
                 config=options(config),
                 settings=settings,
             )
@@ -203,37 +218,3 @@ class Wandb:
         with self._reported_errors():
             if self.run:
                 self.run.finish()
-
-
-class Profile:
-    """Traces the steps of `profile.steps` on the first process, for TensorBoard, XProf or Perfetto. An unfinished trace
-    is written at the end of `with`."""
-
-    def __init__(self, config: Config, step: int):
-        """Take the step after which the run continues."""
-        self.first, self.last = profiled_steps(config) or (0, 0)
-        self.folder = local_path(config.run_dir) / "profile"
-        self.tracing = False
-        if 0 < self.first <= step:
-            LOGGER.info(f"--profile.steps={config.profile.steps}: step {step} is done already; nothing is traced")
-
-    def before(self, step: int, state: TrainState) -> None:
-        """Start the trace at its first step, once the devices have completed the steps before."""
-        if step == self.first and jax.process_index() == 0:
-            jax.block_until_ready(state)
-            jax.profiler.start_trace(self.folder)
-            self.tracing = True
-
-    def after(self, step: int, state: TrainState) -> None:
-        """Wait for the trace's last step, and write the trace."""
-        if step == self.last and self.tracing:
-            jax.block_until_ready(state)
-            self.__exit__()
-
-    def __enter__(self) -> "Profile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.tracing:
-            self.tracing = False
-            jax.profiler.stop_trace()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -23,20 +23,11 @@ from configs.schema import CheckpointConfig
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.runtime import versions
 from run.checkpoint import Checkpoints, all_finite, arrays_of, checksums, digest, items_of
-from run.checkpoint_files import (
-    DELETED,
-    FACTS,
-    HALF_DONE,
-    UNFINISHED,
-    Saving,
-    checkpoint_folder,
-    delete,
-    mark_unfinished,
-    unfinished,
-)
-from run.record import Events, local_path, other_writer, reading
+from run.checkpoint_files import Saving, delete, mark_unfinished, unfinished
+from run.folder import FACTS, RunFolder
+from run.recovery import clear
 from system import files
-from system.errors import Damaged, NoCheckpoint, StorageLost, TrainingAborted
+from system.errors import StorageLost, TrainingAborted
 from system.files import described, first_line, in_bucket, is_there, with_retries
 from system.messages import LOGGER
 from training.state import TrainState
@@ -56,21 +47,17 @@ class Failure(NamedTuple):
 class Saver(Checkpoints):
     """The checkpoints of a run that continues: it saves them, and deletes old ones."""
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig):
-        """Open the run's folder of checkpoints, and clear it of what a kill left."""
-        self.config, self.run_dir = config, run_dir
-        self.folder = checkpoint_folder(run_dir)
-        with reading(f"the checkpoints in {run_dir}"):
-            on_first_process(lambda: with_retries(str(self.folder), self._clear))
-        super().__init__(run_dir)
+    def __init__(self, run: RunFolder, config: CheckpointConfig, scores: Mapping[int, float] = MappingProxyType({})):
+        """Open a run's checkpoints, which `run.recovery.clear` has cleared. `scores`: the score of each evaluated step,
+        now and later, on the first process; the checkpoint with the lowest is kept."""
+        super().__init__(run)
+        self.config, self.scores = config, scores
         self.pending: Saving | None = None
         """The save in progress."""
         self.failures: list[Failure] = []
         """Consecutive failed saves; the same on every process."""
         self.overdue = False
         """True if the last save failed; the same on every process."""
-        self.scores: Mapping[int, float] = {}
-        """The score of each evaluated step, on the first process: the checkpoint with the lowest is kept."""
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
@@ -98,7 +85,7 @@ class Saver(Checkpoints):
             self._failed(failure)
         else:
             old = on_first_process(lambda: self._old([*self.steps, step]))
-            self.pending = Saving(self.run_dir, target, items_of(state), facts, old)
+            self.pending = Saving(self.run, target, items_of(state), facts, old)
         self._give_up_after(MOST_FAILED)
 
     def _make_empty(self, partial: epath.Path, facts: dict) -> tuple[str, str]:
@@ -120,10 +107,10 @@ class Saver(Checkpoints):
         """Return why the run's folder is not this process's any more; empty if it is. Raise OSError if the disk does
         not answer."""
         # Only a run in progress has its config in the facts.
-        if "config" in facts and not is_there(local_path(self.run_dir) / "config.json"):
-            return f"{self.run_dir}/config.json was deleted while the run wrote to its folder"
-        if holder := other_writer(self.run_dir):
-            return f"{self.run_dir} is being written to by another process, too ({holder})"
+        if "config" in facts and not is_there(self.run.config_json):
+            return f"{self.run}/config.json was deleted while the run wrote to its folder"
+        if holder := self.run.other_writer():
+            return f"{self.run} is being written to by another process, too ({holder})"
         return ""
 
     def poll(self) -> None:
@@ -150,7 +137,7 @@ class Saver(Checkpoints):
         self.steps = [*(other for other in self.steps if other not in saved.old), step]
         if jax.process_index() == 0:
             with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
-                Events(self.run_dir).add("saved", step)
+                self.run.events.add("saved", step)
 
     def save_last(self, step: int, state: TrainState, facts: dict) -> None:
         """Save the state, unless it is saved, and wait for the end. After a failure, try again after a pause. Raise
@@ -192,8 +179,8 @@ class Saver(Checkpoints):
 
     def _try_to_clear(self) -> None:
         with suppress(Exception):  # the disk does not answer; the next successful save repeats this
-            if not other_writer(self.run_dir):  # whose save may be under way
-                self._clear()
+            if not self.run.other_writer():  # whose save may be under way
+                clear(self.run)
 
     def __enter__(self) -> "Saver":
         return self
@@ -218,54 +205,8 @@ class Saver(Checkpoints):
         self.steps = [step for step in self.steps if step not in old]
         if jax.process_index() == 0:
             with suppress(Exception):  # the disk does not answer; the next start repeats this
-                if not other_writer(self.run_dir):  # who may keep others
+                if not self.run.other_writer():  # who may keep others
                     delete(self.folder, old)
-
-    def _clear(self) -> None:
-        """Delete what a kill or a failure left half written or half deleted. Move aside any other incomplete folder
-        with a checkpoint's name, such as a copy under way. On the first process."""
-        if not is_there(self.folder):
-            self.folder.mkdir(parents=True)
-        for path in self.folder.iterdir() if is_there(self.folder) else ():  # a bucket has no empty folders
-            is_incomplete = path.name.isdigit() and not is_there(path / FACTS)
-            if path.name.endswith((HALF_DONE, DELETED)) or (is_incomplete and is_there(path / UNFINISHED)):
-                path.rmtree()
-            elif is_incomplete:
-                self._move_aside(path)
-                LOGGER.warning(f"checkpoint {path.name} cannot be read (it is incomplete); it is in bad-checkpoints")
-
-    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
-        """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
-        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
-        which does not mean damage."""
-        bad = []
-        for step in reversed(self.steps):
-            try:
-                restored = self.restore(step, abstract)
-            except Damaged as error:
-                bad.append(step)
-                LOGGER.warning(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
-                continue
-            if bad:
-                self.steps = [step for step in self.steps if step not in bad]
-                on_first_process(lambda: [self._move_aside(self.folder / str(step)) for step in bad])
-            return restored
-        if bad:
-            raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
-        return None
-
-    def set_aside_after(self, step: int) -> None:
-        """Move the checkpoints newer than `step`'s to newer-checkpoints/."""
-        newer = [other for other in self.steps if other > step]
-        self.steps = [other for other in self.steps if other <= step]
-
-        def move() -> None:
-            for other in newer:
-                self._move_aside(self.folder / str(other), "newer-checkpoints")
-
-        on_first_process(lambda: with_retries(str(self.folder), move))
-        if newer:
-            LOGGER.info(f"checkpoints {', '.join(map(str, newer))} are in {self.folder.parent / 'newer-checkpoints'}")
 
     def _old(self, steps: list[int]) -> list[int]:
         """Return those of `steps` to delete: all but the newest, every n-th, and the best by score."""
@@ -276,13 +217,3 @@ class Saver(Checkpoints):
         if scored:
             keep.add(min(reversed(scored), key=self.scores.__getitem__))
         return [step for step in steps if step not in keep]
-
-    def _move_aside(self, path: epath.Path, name: str = "bad-checkpoints") -> None:
-        """Move a checkpoint to the folder `name` of the run, on the first process. By default it is unreadable. The
-        folder is next to `checkpoints` itself, not next to a link to it: a rename does not cross disks."""
-        folder = self.folder if in_bucket(self.folder) else epath.Path(Path(self.folder).resolve())
-        target = folder.parent / name
-        target.mkdir(exist_ok=True)
-        if in_bucket(self.folder):
-            (target / "README").write_text("Checkpoints that are not used.")  # a bucket has no empty folders
-        path.rename(target / f"{path.name}-{int(time.time())}")

@@ -11,7 +11,7 @@ from msgspec import Meta
 from configs.command_line import parse_arguments, refuse_mistakes
 from configs.schema import BatchConfig, Config, DataConfig, Positive
 from system.errors import UserError
-from system.files import is_there, with_retries
+from system.files import is_there
 from system.progress import progress
 
 
@@ -40,8 +40,9 @@ from data.loader import RowSequence
 from data.packing import Row, learned, most_tokens, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
-from run.folder import config_of_run
-from run.record import Events, batch_of, reading, storage_path
+from run.config_json import config_of_run
+from run.folder import RunFolder, reading
+from run.record import batch_of
 
 AT_ONCE = 1000  # documents that are read at a time
 
@@ -136,10 +137,10 @@ def document_text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
     return "".join(f"«{text}»" if counted else text for text, counted in zip(texts, counts))
 
 
-def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) -> None:
+def show_step(config: Config, folder: RunFolder, step: int, most: int, vocab_size: int) -> None:
     """Print at most `most` rows of a step's batch. `vocab_size`: the tokenizer's, if the config's is smaller."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step - 1, config.batch.tokens_per_step)
+    position, tokens = batch_of(folder.events.read(), step - 1, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
     text = open_text(config.data, max(config.model.vocab_size, vocab_size), length, size, cache_dir())
     sequence = RowSequence(text.train, text.mixture, config.seed)
@@ -151,18 +152,19 @@ def show_step(config: Config, path: str, step: int, most: int, vocab_size: int) 
         print(f"row {i} of the step, row {number:,} of {text.names[part]}:\n{describe_row(row, text.tokenizer)}")
 
 
-def holds_run(path: str) -> bool:
+def holds_run(folder: RunFolder) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
-    file = storage_path(path) / "config.json"
-    with reading(path):
-        return with_retries(path, lambda: is_there(file))
+    file = folder.path / "config.json"
+    with reading(folder.name):
+        return folder.retried(lambda: is_there(file))
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
-    if is_run := holds_run(path):
-        facts, config = config_of_run(path)
+    folder = RunFolder(path)
+    if is_run := holds_run(folder):
+        facts, config = config_of_run(folder)
         if not facts["dataset"]:
             raise UserError(f"{path} has no text of its own: it was converted")
     elif Path(path).is_dir():
@@ -175,7 +177,7 @@ def main() -> int:
     if arguments.step is not None:
         if not is_run and datasets[0].conversations:
             config = replace(config, data=replace(config.data, packing="whole"))
-        show_step(config, path, arguments.step, arguments.rows, datasets[0].tokenizer.vocab_size)
+        show_step(config, folder, arguments.step, arguments.rows, datasets[0].tokenizer.vocab_size)
         return 0
     for dataset in datasets:
         print(describe(dataset, str(dataset.folder), config.batch.sequence_length))

@@ -31,8 +31,9 @@ from etils import epath
 
 from hosts.runtime import run_command, start_jax
 from run.checkpoint import Checkpoints
-from run.folder import config_of_run
-from run.record import Events, fetch_locally, scores, seconds_by_activity
+from run.config_json import config_of_run
+from run.folder import RunFolder
+from run.record import seconds_by_activity
 from training.build import build
 
 
@@ -49,11 +50,12 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    _, config = config_of_run(arguments.run_dir)
-    checkpoints = Checkpoints(arguments.run_dir)
+    folder = RunFolder(arguments.run_dir)
+    _, config = config_of_run(folder)
+    checkpoints = Checkpoints(folder)
     abstract = build(replace(config, mesh=MeshConfig()), jax.devices()[:1]).abstract_state
-    record, damaged = fetch_locally(arguments.run_dir), False
-    val_bpb = scores(record)
+    damaged = False
+    val_bpb = folder.figures()
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps:
         megabytes = sum(_size(path) for path in _files(checkpoints.folder / str(step))) / 1e6
@@ -67,7 +69,7 @@ def main() -> int:
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
-    for activity, seconds in seconds_by_activity(Events(record).read()).items():
+    for activity, seconds in seconds_by_activity(folder.events.read()).items():
         print(f"{activity:>10} {seconds:9.1f} s")
     return Exit.UNREADABLE if damaged else Exit.COMPLETE
 

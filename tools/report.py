@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 
 from configs.command_line import config_from_json, exit_code_of, parse_arguments
 from configs.schema import AnyPaths, FilePath, options
-from run.record import fetch_locally, read_metrics, storage_path
+from run.folder import RunFolder
 from system.errors import Exit, UserError
 from system.files import is_there, write_whole
 from tools.noise import add_noise_scales
@@ -127,10 +127,10 @@ def at(line: dict, *path: str) -> Any:
 
 def read_run(folder: str | Path) -> Run:
     """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
-    given, folder = str(folder), fetch_locally(folder)
-    record_file, summary_file = folder / "config.json", folder / "summary.json"
+    run = RunFolder(folder)
+    record_file, summary_file = run.fetched() / "config.json", run.fetched() / "summary.json"
     if not is_there(record_file):
-        raise UserError(f"{given} holds no run (no config.json)")
+        raise UserError(f"{run} holds no run (no config.json)")
     try:
         record = json.loads(record_file.read_bytes())
         config = config_from_json(json.dumps(record["config"]))
@@ -139,14 +139,14 @@ def read_run(folder: str | Path) -> Run:
             f"{record_file} is not the record of a run that this version can read ({type(error).__name__}: {error}); "
             "make its report with the version that trained it"
         ) from error
-    lines = sorted(read_metrics(folder), key=lambda line: line["step"])
+    lines = sorted(run.metrics(), key=lambda line: line["step"])
     summary = json.loads(summary_file.read_bytes()) if is_there(summary_file) else {}
-    return Run(config.name, given, options(config), record, lines, summary)
+    return Run(config.name, run.name, options(config), record, lines, summary)
 
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
-    runs = [read_run(folder) for folder in {storage_path(folder): folder for folder in folders}.values()]
+    runs = [read_run(folder) for folder in {RunFolder(folder).path: folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]
 

@@ -47,7 +47,8 @@ from scipy.special import stdtrit  # JAX depends on SciPy
 
 from hosts.machines import GIB
 from hosts.runtime import ROOT, code_digest, versions
-from run.record import read_metrics, scores
+from run.folder import RunFolder
+from run.record import figures_by_step
 from tools.noise import NoiseScale, noise_scale_of
 
 REMATS = ("none", "products", "block")
@@ -104,8 +105,9 @@ class Runs:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(record))
         record = json.loads(path.read_text())
-        loss = scores(folder, "val_loss").get(config.steps, math.inf)
-        memory = max((line.get("peak_memory_bytes") or 0 for line in read_metrics(folder)), default=0)
+        metrics = RunFolder(folder).metrics()
+        loss = figures_by_step(metrics, "val_loss").get(config.steps, math.inf)
+        memory = max((line.get("peak_memory_bytes") or 0 for line in metrics), default=0)
         record |= {"folder": folder, "loss": loss, "memory": memory or record["memory"]}
         print(f"{folder.name}: {record['seconds']:.0f} s{'' if record['fits'] else ', out of memory'}", flush=True)
         return record
@@ -172,7 +174,8 @@ def choose_micro_batch(runs: Runs) -> tuple[dict[str, Any], str]:
             short = {"steps": SPEED_STEPS, "log.every_steps": 1, "eval.tokens": batch.sequence_length}
             run = runs.train(f"micro-batch-{rows}-{remat}", values | short, fresh=True)
             if run["fits"]:
-                speeds = [speed for step, speed in scores(run["folder"], "tokens_per_second").items() if step > WARM]
+                measured = RunFolder(run["folder"]).figures("tokens_per_second")
+                speeds = [speed for step, speed in measured.items() if step > WARM]
                 points.append(Point(rows, remat, float(np.median(speeds)), run["memory"]))
             if sum(point.remat == remat for point in points) == SIZES:
                 break
@@ -237,7 +240,7 @@ def choose_batch(runs: Runs, rows: int, trial: int) -> tuple[int, str]:
     values = {"steps": 2 * trial, "batch.rows_per_device": units, "diagnostics.every_steps": 1}
     # Without the warmdown: the beginning of the complete run.
     values |= {"optimizer.schedule.kind": "constant", "eval.tokens": config.batch.sequence_length}
-    found = windows(read_metrics(runs.train("noise", values)["folder"]))
+    found = windows(RunFolder(runs.train("noise", values)["folder"]).metrics())
     lines = ["| steps | noise scale, tokens (95%) | coherence | SNR of the matrices |", "| --- | --- | --- | --- |"]
     for part in found:
         shown = "not known" if part.noise is None else "{:,.0f} [{:,.0f}, {:,.0f}]".format(*part.noise)
