@@ -16,5 +16,7 @@ from reinforcement.rollouts import rollouts_of
 from run.source import Stage
 from train import main
 
+REINFORCEMENT = Stage(open_questions, rollouts_of)
+
 if __name__ == "__main__":
-    run_command(lambda: main(__doc__, Stage(open_questions, rollouts_of)))
+    run_command(lambda: main(__doc__, REINFORCEMENT))

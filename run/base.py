@@ -9,7 +9,7 @@ from configs.schema import Config, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from run.config_json import config_of_run
-from run.folder import RunFolder
+from run.folder import RunFolder, origin_folder
 from system.errors import UserError
 from system.files import cache_dir
 
@@ -17,7 +17,7 @@ from system.files import cache_dir
 def base_of_chat(config: Config) -> Config:
     """Return the options of the run in `config.init_from`, with `data.tokenizer` of `config`, or else the run's own.
     Raise UserError if there is no run, or if the tokenizer lacks the tokens of conversations."""
-    origin = RunFolder(config.init_from)
+    origin = origin_folder(config.init_from)
     _, base = config_of_run(origin)
     home = Path(config.data.tokenizer or origin.fetched() / "tokenizer")
     tokenizer = load_tokenizer(home)

@@ -194,6 +194,13 @@ def is_of_this_process(line: str) -> bool:
     return line == line_of_lock().rstrip("\n")
 
 
+@cache
+def origin_folder(name: str) -> RunFolder:
+    """Return the folder of the run that another begins from. A start asks for it several times, and copies the record
+    of one in a bucket once."""
+    return RunFolder(name)
+
+
 def storage_path(name: str | Path) -> epath.Path:
     """Return a folder's path, on a disk or in a bucket (`gs://`)."""
     if not in_bucket(name):

@@ -42,7 +42,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from run.record import storage_path
+from run.folder import storage_path
 from system.messages import LOGGER
 from tests.fake_gcs import FakeGCS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from run.record import read_metrics
+from run.folder import RunFolder
 from system.errors import Exit
 from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
@@ -24,7 +24,7 @@ RUN = "gs://bucket/runs/pod"
 
 
 def of_steps(run_dir: Path) -> list[dict]:
-    return [line for line in read_metrics(run_dir) if "loss" in line]
+    return [line for line in RunFolder(run_dir).metrics() if "loss" in line]
 
 
 @pytest.mark.medium
@@ -100,7 +100,7 @@ def test_machines_that_share_only_a_bucket_are_preempted_replaced_and_end_as_one
     for name in ("config.json", "metrics.jsonl", "summary.json"):
         (record / name).write_bytes(server.objects[f"runs/pod/{name}"][1])
     server.shutdown()
-    ours, theirs = read_metrics(record), read_metrics(folder / "one")
+    ours, theirs = RunFolder(record).metrics(), RunFolder(folder / "one").metrics()
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for line, expected in zip(ours, theirs):
         for name in line.keys() & {"loss", "grad_norm", "val_loss", "val_bpb", "core", "core_tasks"}:

@@ -29,7 +29,8 @@ import train
 from data.prepare.selection import train_tokenizer
 from hosts.runtime import run_command
 from interchange import convert
-from run.record import ACTIVITIES, fetch_locally, local_path, read_metrics
+from run.folder import RunFolder
+from run.record import ACTIVITIES
 from run.saver import Saver
 from system.errors import Exit, UserError
 from tests.hosts.processes import environment_of
@@ -94,7 +95,7 @@ def wait_until(condition, process):
 
 def lines_of(run_dir):
     """Return the lines of metrics.jsonl without measured times."""
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in RunFolder(run_dir).metrics()]
 
 
 def summary(run_dir):
@@ -131,7 +132,7 @@ def untouched(folder):
 
 
 def test_a_run_writes_what_it_promises(untouched):
-    lines = read_metrics(untouched)
+    lines = RunFolder(untouched).metrics()
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == list(range(4, 121, 4))
     names = {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "seconds"}
@@ -207,7 +208,7 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
     process.communicate()
     for sign, code in ((signal.SIGINT, 130), (signal.SIGTERM, PREEMPTED)):
         began, process = time.time(), start(folder, "--run_dir=killed twice")
-        wait_until(lambda began=began: read_metrics(run_dir)[-1]["time"] > began, process)
+        wait_until(lambda began=began: RunFolder(run_dir).metrics()[-1]["time"] > began, process)
         process.send_signal(sign)
         output = process.communicate()[0].decode()
         assert process.returncode == code and "the same command continues it" in output, output
@@ -266,7 +267,8 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     log = capfd.readouterr().err
     assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=DEVICE:8" in log
     assert log.strip().endswith(used)
-    monkeypatch.setattr("train.evaluate_if_due", Mock(side_effect=compiling.side_effect))  # found by a device
+    by_a_device = Mock(side_effect=compiling.side_effect)
+    monkeypatch.setattr("run.session.Session.evaluate_first", by_a_device)
     compiling.side_effect = None
     compiling.return_value = (None, None)
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 1
@@ -335,7 +337,8 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     """The bucket has the complete record at the end and after an error. Commands read it, and a run starts from it."""
     monkeypatch.chdir(folder)
     there = "gs://bucket/runs/far"
-    command, local = ("--config=tiny.py", f"--run_dir={there}"), local_path(there)
+    command, folders = ("--config=tiny.py", f"--run_dir={there}"), []
+    monkeypatch.setattr("train.RunFolder", lambda name: folders.append(RunFolder(name)) or folders[-1])
 
     def then(step):
         if step == 60:
@@ -347,8 +350,9 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     assert gcs.objects["runs/far/traceback-0.txt"][1].endswith(b"RuntimeError: a defect\n")
     record = {"config.json", "metrics.jsonl", "events.jsonl", "tokenizer", "tensorboard"}
     assert names() == record | {"checkpoints", "traceback-0.txt"}
-    shutil.rmtree(local)  # on another machine
+    shutil.rmtree(folders[0].local)  # on another machine
     assert run("train", monkeypatch, *command) == 0
+    local = folders[1].local
     assert names() >= record | {"summary.json", "loss.png"}
     for name in ("summary.json", "events.jsonl", "metrics.jsonl", "tokenizer/tokenizer.json"):
         assert gcs.objects[f"runs/far/{name}"][1] == (local / name).read_bytes()
@@ -357,7 +361,6 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     assert sorted(name for name in gcs.objects if "/tensorboard/" in name) == [f"runs/far/{path}" for path in written]
 
     shutil.rmtree(local)
-    fetch_locally.cache_clear()
     draw = ("--prompt=import", "--samples=1", "--tokens=8")
     printed = []
     for of in (there, "untouched"):

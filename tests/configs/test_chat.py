@@ -9,7 +9,7 @@ from configs.schema import BatchConfig, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from interchange.convert import as_config, batch_of_rows
-from run.folder import write_config_json
+from run.config_json import write_config_json
 from system.errors import UserError
 from tests.helpers import tiny_config
 from training.optimizer import peak_rates

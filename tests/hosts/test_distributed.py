@@ -156,7 +156,7 @@ def main():
                     time.sleep(0.1)
                     if second and step == 5:
                         print("step 5", flush=True)
-                    if stop.agreed():
+                    if stop.ask():
                         return stop.agreed_code()
             raise AssertionError("nothing stopped it")
         while act == "unread" and second:

@@ -7,17 +7,20 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import jax
 import pytest
 
+from configs.arguments import StartArguments
 from configs.schema import MeshConfig
 from hosts import preflight as module
 from hosts.preflight import Host, compare, preflight, require_right_sum
 from hosts.runtime import code_digest
 from run import start as start_module
-from run.folder import RunStatus
+from run.folder import RunFolder
+from run.status import RunStatus
 from system.errors import TrainingAborted, UserError
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
@@ -83,13 +86,14 @@ def test_an_unwritable_folder_is_a_user_error(tmp_path):
 def test_a_full_disk_is_no_mistake_and_a_complete_run_needs_none(tmp_path, monkeypatch, finished):
     config = replace(tiny_config(), run_dir=str(tmp_path), steps=10)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    status, text = RunStatus(True, [], finished, finished), Mock(fingerprint="f")
+    text = Mock(fingerprint="f")
     text.tokenizer.sha256 = "t"
-    monkeypatch.setattr(start_module, "open_run", lambda *_: status)
-    monkeypatch.setattr(start_module, "require_checkpoints", lambda *_: None)
+    stage: Any = SimpleNamespace(open=lambda *_: (SimpleNamespace(config=config, mesh=None), text))
+    monkeypatch.setattr(start_module, "claim_folder", lambda *_: RunStatus(True, [], finished, finished))
+    monkeypatch.setattr(start_module, "preflight", lambda *_: None)
     full = pytest.raises(TrainingAborted, match=r"1e-06 GB are free at .* takes 0\.000\d+ GB")
     with nullcontext() if finished == 10 else full:
-        start_module.claim_folder(config, text, False)
+        start_module.prepare(config, StartArguments(), stage, RunFolder(tmp_path))
 
 
 def test_a_host_that_never_answers_ends_the_start(tmp_path, monkeypatch):

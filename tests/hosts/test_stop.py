@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import HangConfig
+from hosts.clock import Timeline
 from hosts.stop import Stop
 from hosts.watchdog import Watchdog
 from tests.hosts.test_runtime import exit_code
@@ -32,9 +33,9 @@ def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
     before = [signal.getsignal(number) for number, _ in SIGNALS]
     with Stop(HangConfig()) as stop:
         with stop.deferred_signals():
-            assert not stop.agreed()
+            assert not stop.ask()
             os.kill(os.getpid(), sign)
-            assert stop.agreed() and stop.code == stop.agreed_code() == code
+            assert stop.ask() and stop.code == stop.agreed_code() == code
         os.kill(os.getpid(), signal.SIGTERM)  # while the summary is written
     assert [signal.getsignal(number) for number, _ in SIGNALS] == before
 
@@ -63,13 +64,15 @@ class Watched:
 
     def __init__(self, monkeypatch, **options):
         self.time, self.reasons = 0.0, []
-        monkeypatch.setattr("hosts.watchdog.running_seconds", lambda: self.time)
-        self.dog = Watchdog(HangConfig(**options), self.reasons.append)
+        monkeypatch.setattr("hosts.clock.running_seconds", lambda: self.time)
+        self.timeline = Timeline()
+        self.steps = self.timeline.during("steps")
+        self.steps.__enter__()
+        self.dog = Watchdog(HangConfig(**options), self.timeline, 0, self.reasons.append)
 
     def take(self, steps: int, seconds: float) -> None:
         """Take `steps` steps of `seconds` each, and report them done at the end."""
-        for _ in range(steps):
-            self.dog.dispatch(max(self.dog.dispatched, 0) + 1)
+        self.dog.dispatched += steps
         self.time += steps * seconds
         self.dog.finish(self.dog.dispatched)
 
@@ -91,13 +94,15 @@ def test_a_step_may_take_the_least_time_or_many_times_its_like(monkeypatch):
     assert watched.reasons == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
 
 
-def test_an_evaluation_is_no_hang(monkeypatch):
-    watched = Watched(monkeypatch, seconds=100)
+def test_an_evaluation_is_no_slow_step_and_has_its_own_limit(monkeypatch):
+    watched = Watched(monkeypatch, seconds=100, io_seconds=5000)
     watched.take(10, seconds=2)
     watched.time += 50
-    with watched.dog.paused("an evaluation"):
+    with watched.timeline.during("evaluation"):
         watched.time += 600
-        assert not watched.times_out_after(1e6)
+        assert not watched.times_out_after(4399) and watched.times_out_after(4401)
+        assert watched.reasons == ["an evaluation takes longer than 5000 s (hang.io_seconds in the config)"]
+        watched.reasons.clear()
     assert not watched.times_out_after(49) and watched.times_out_after(51)
 
 
@@ -105,6 +110,7 @@ IMPORTS = """
 import hashlib, os, signal, threading, time
 from contextlib import contextmanager, suppress
 from configs.schema import HangConfig
+from hosts.clock import Timeline
 from hosts.stop import *
 from hosts.watchdog import *
 from system.errors import UserError
@@ -132,10 +138,11 @@ with Stop(HangConfig()):
 HANG = """
 def something_that_never_answers(): time.sleep(60)
 threading.Thread(target=something_that_never_answers, daemon=True).start()
-with Watchdog(HangConfig(seconds=1)) as dog:
-    dog.dispatch(1)
+timeline = Timeline()
+with timeline.during("steps"), Watchdog(HangConfig(seconds=1), timeline, 0) as dog:
+    dog.dispatched = 1
     dog.finish(1)
-    dog.dispatch(2)
+    dog.dispatched = 2
     time.sleep(60)
 """
 
@@ -184,10 +191,12 @@ def test_a_process_whose_disk_hangs_leaves_in_a_limited_time_with_its_error(oute
 
 
 STOPPED = """
-with Watchdog(HangConfig(seconds=5)) as dog, time_limit(5, "the work takes longer than 5 s"):
-    dog.dispatch(1)
+timeline = Timeline()
+steps = timeline.during("steps")
+with steps, Watchdog(HangConfig(seconds=5), timeline, 0) as dog, time_limit(5, "the work takes longer than 5 s"):
+    dog.dispatched = 1
     dog.finish(1)
-    dog.dispatch(2)
+    dog.dispatched = 2
     print("began", flush=True)
     time.sleep(2)
     dog.finish(2)

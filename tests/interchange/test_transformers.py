@@ -20,6 +20,8 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
+from run.folder import RunFolder
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -38,7 +40,6 @@ from interchange.folders import beyond_hf, json_with_bos, write_hf
 from interchange.formats import MODELING, hf_name, own_name, turned
 from model.gpt import GPT
 from model.loss import loss_sums
-from run.record import read_metrics
 from tests.helpers import TINY, arrays_of, sharded, together
 from tests.interchange.test_interchange import EXPORTED, network, require_params
 from training.optimizer import path_name
@@ -303,7 +304,7 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     assert exported("--out=hf", "--license=mit", "--shard_gigabytes=0.00004", "--verify") == 0
     assert "logits of 64 tokens" in capsys.readouterr().out and len(list(Path("hf").glob("*.safetensors"))) > 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in Path("hf").iterdir()} == {0o666 & ~umask()}
-    card, bits = Path("hf/README.md").read_text(), read_metrics("first")[-1]["val_bpb"]
+    card, bits = Path("hf/README.md").read_text(), RunFolder("first").metrics()[-1]["val_bpb"]
     facts = ["license: mit", "trust_remote_code=True", "4,096 tokens, 8 steps", "text | text |", f"{bits:.4f}"]
     for fact in [*facts, "tokenizer('the ', return"]:
         assert fact in card, fact
@@ -315,7 +316,7 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["convert", "--source=hf", "--out=converted"])
     assert convert.main() == 0
     assert run("train", monkeypatch, *options, "--run_dir=second", "--init_from=converted") == 0
-    first, second = (read_metrics(name) for name in ("first", "second"))
+    first, second = (RunFolder(name).metrics() for name in ("first", "second"))
     assert second[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
     assert second[-1]["val_loss"] < first[-1]["val_loss"]
 

@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import reinforce
 import train
 from data.tokenizer import load_tokenizer
+from reinforcement.rollouts import Rollouts
 from reinforcement.tasks import Sums
-from run.record import read_metrics
+from run.folder import RunFolder
 from system.errors import Exit
 from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.run.test_continuing import CONFIG
@@ -29,7 +30,7 @@ from tests.test_train import (
     write_folder,
 )
 
-COMMANDS["reinforce"] = lambda: train.main("", run=reinforce.reinforce)
+COMMANDS["reinforce"] = lambda: train.main("", reinforce.REINFORCEMENT)
 BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
 RECIPE = """
 from dataclasses import replace
@@ -83,7 +84,7 @@ def test_a_task_that_another_host_cannot_read_ends_this_one(again, monkeypatch, 
 
 @pytest.mark.medium
 def test_a_run_writes_what_it_promises(folder):
-    lines = read_metrics(folder / "whole")
+    lines = RunFolder(folder / "whole").metrics()
     logged, evaluated = ([line for line in lines if name in line] for name in ("reward", "pass_at_1"))
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in evaluated] == [0, 3, 6]
@@ -112,11 +113,11 @@ def test_a_run_that_is_stopped_while_it_answers_is_saved_and_continues_to_the_bi
         asked.append(self.engine._write._cache_size())
         if len(asked) == 4:
             signal.raise_signal(signal.SIGTERM)
-        return of_step(self, *arguments)
+        return answers(self, *arguments)
 
-    of_step = reinforce.Rollouts.of_step
+    answers = Rollouts.answers
     with monkeypatch.context() as patch:
-        patch.setattr(reinforce.Rollouts, "of_step", stopped_at_the_fourth_step)
+        patch.setattr(Rollouts, "answers", stopped_at_the_fourth_step)
         assert again("--run_dir=stopped") == PREEMPTED
     assert asked == [1] * 4  # nothing compiles for the parameters after a step
     assert [line["step"] for line in lines_of(folder / "stopped") if "reward" in line] == [1, 2, 3]
@@ -148,7 +149,7 @@ def test_two_processes_on_another_mesh_change_only_rounding(folder):
 def test_steps_whose_rewards_are_all_equal_change_nothing_and_are_no_failure(folder, again, monkeypatch, capfd):
     monkeypatch.setattr(Sums, "reward", lambda *_: 1.0)
     assert again("--run_dir=solved", "--steps=12") == 0
-    lines = [line for line in read_metrics(folder / "solved") if "reward" in line]
+    lines = [line for line in RunFolder(folder / "solved").metrics() if "reward" in line]
     assert [line["equal_rewards"] for line in lines] == [1] * 12 and lines[-1]["skipped_steps"] == 12
     output = capfd.readouterr().out
     assert "step 12 changed nothing: each question's answers have one reward" in output
@@ -159,9 +160,9 @@ def test_steps_whose_rewards_are_all_equal_change_nothing_and_are_no_failure(fol
 
 @pytest.mark.medium
 def test_the_checkpoint_with_the_best_pass_at_1_is_kept_also_by_a_later_start(folder, again, monkeypatch):
-    evaluated, figures = reinforce.Rollouts.__call__, iter([0.0, 0.5, 0.1, 0.2, 0.3])  # after 0, 2, 4, 6 and 8 steps
+    evaluated, figures = Rollouts.evaluate, iter([0.0, 0.5, 0.1, 0.2, 0.3])  # after 0, 2, 4, 6 and 8 steps
     changed = lambda *arguments: evaluated(*arguments) | {"pass_at_1": next(figures)}
-    monkeypatch.setattr(reinforce.Rollouts, "__call__", changed)
+    monkeypatch.setattr(Rollouts, "evaluate", changed)
     options = ("--run_dir=best", "--eval.every_steps=2", "--checkpoint.keep=1")
     for words, kept in [((), ["2", "6"]), (("--steps=8", "--accept_changes"), ["2", "8"])]:
         assert again(*options, *words) == 0
@@ -177,7 +178,7 @@ def test_gsm8k_s_problems_are_answered(folder, again):
         file.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(rows), file)
     assert again("--reinforce.task=gsm8k", "--eval.bundle=sets", "--run_dir=gsm8k", "--steps=1") == 0
-    _, line, last = read_metrics(folder / "gsm8k")
+    _, line, last = RunFolder(folder / "gsm8k").metrics()
     assert line["equal_rewards"] == 1 and last["pass_at_1"] == 0 and last["samples"][0].startswith("reward 0: test ")
 
 

@@ -1,6 +1,8 @@
 """Test a step's advantages, its batch, and that the split of the batch does not change the step."""
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 
 from configs.schema import MeshConfig, ReinforceConfig, with_options
 from data.tokenizer import CHAT_TOKENS
-from evaluation.engine import Answer
+from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
+from reinforcement.questions import Questions
 from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of, pass_at
 from reinforcement.tasks import Problem, Sums
 from tests.evaluation.test_engine import SPECIAL, TOKENIZER
@@ -18,6 +21,7 @@ from training.mesh import resized
 from training.state import stored_as
 
 ANSWERS = 16
+NOT_USED = Mock(spec=Engine)
 TINY = with_options(
     tiny_config(rows=8, rows_per_device=8, length=128, **ALL_FEATURES | {"kv_heads": 4}),
     {"data.mask_documents": True, "reinforce": ReinforceConfig(samples=4, prompts=4, tokens=64, held_out=3)},
@@ -32,13 +36,15 @@ def rollout(reward: float, length: int = 3, seed: int = 0) -> Rollout:
     return Rollout(Problem("", ""), prompt, answer, "", reward)
 
 
-def rollouts_on(split: tuple[int, int, int, int]) -> Rollouts:
-    """Return the rollouts of a run on a mesh (data, fsdp, tensor) with these rows per device, without an engine."""
+def rollouts_on(split: tuple[int, int, int, int], engine: Engine = NOT_USED, **options: Any) -> Rollouts:
+    """Return the rollouts of a run on a mesh (data, fsdp, tensor) with these rows per device, by default without an
+    engine. `options`: of reinforcement."""
     *mesh, rows = split
     config = replace(TINY, mesh=MeshConfig(*mesh), batch=replace(TINY.batch, rows_per_device=rows))
-    made = object.__new__(Rollouts)
-    made.built, made.config, made.tokenizer = built_on(config, int(np.prod(mesh))), config, TOKENIZER
-    return made
+    config = replace(config, reinforce=replace(config.reinforce, **options))
+    questions = Questions("sums", Sums(config.reinforce, 0, ""), TOKENIZER, "")
+    built = built_on(replace(config, reinforce=TINY.reinforce), int(np.prod(mesh)))._replace(config=config)
+    return Rollouts(built, questions, engine)
 
 
 def test_an_advantage_is_a_reward_less_its_question_s_mean_and_exactly_0_for_equal_rewards():
@@ -55,7 +61,7 @@ def test_the_divisor_counts_all_drawn_tokens_also_those_whose_advantage_is_0():
 
     def contributions(rewards: list[float]) -> np.ndarray:
         some = [rollout(reward, length) for reward, length in zip(rewards, lengths)]
-        weights = np.asarray(ours.batch(some, advantages(some, 4)[0])["weights"])
+        weights = np.asarray(ours.arrays(some, advantages(some, 4)[0])["weights"])
         return weights / np.count_nonzero(weights)  # as the step divides
 
     graded, near = contributions([1, 0, 0.5, 0.5]), contributions([1, 0, 0.5 + 1e-6, 0.5 - 1e-6])
@@ -69,7 +75,7 @@ def test_only_tokens_that_the_network_drew_have_the_advantage():
     called = Answer(Sampling(), 64, 0, tokens, drawn, [end], "stop")
     cut = Answer(Sampling(), 64, 0, tokens[:4], drawn[:6], [], "length")
     some = [Rollout(Problem("", ""), [TOKENIZER.bos, 50, 51], answer, "", 1) for answer in (called, cut)]
-    placed = rollouts_on((1, 1, 1, 8)).batch(some, np.array([0.5, -0.25], np.float32))
+    placed = rollouts_on((1, 1, 1, 8)).arrays(some, np.array([0.5, -0.25], np.float32))
     batch = {name: np.asarray(array).reshape(8, 128) for name, array in placed.items()}
     assert batch["inputs"][0, :10].tolist() == [TOKENIZER.bos, 50, 51, *tokens]
     assert batch["targets"][0, :10].tolist() == [50, 51, *tokens, end]
@@ -93,7 +99,7 @@ def test_equal_answers_give_equal_parameters_in_micro_batches_on_a_mesh_of_all_a
         for step in range(2):
             some = [rollout(reward, size, step) for reward, size in zip(rewards, lengths)]
             weights, _ = advantages(some, 4)
-            state, metrics = ours.built.train_step(state, ours.batch(some, weights))
+            state, metrics = ours.built.train_step(state, ours.arrays(some, weights))
         like = initial_state(TINY.model, TINY.optimizer).params
         params = jax.tree.map(lambda leaf, shape: resized(np.asarray(leaf), shape.shape), state.params, like)
         after.append((params, float(metrics["grad_norm"]), int(metrics["valid_tokens"])))
@@ -103,10 +109,11 @@ def test_equal_answers_give_equal_parameters_in_micro_batches_on_a_mesh_of_all_a
 
 
 def test_a_question_without_room_has_an_empty_answer_and_no_weight():
-    class Echo:
+    class Echo(Engine):
         """Answer each question that it gets with its own tokens."""
 
-        capacity = 20
+        def __init__(self):
+            self.capacity = 20
 
         def restart(self, params):
             pass
@@ -116,30 +123,27 @@ def test_a_question_without_room_has_an_empty_answer_and_no_weight():
                 [(i, Answer(asked[1], 9, 0, asked[0][1:], [True] * 9)) for i, asked in enumerate(wanted)]
             )
 
-    ours = rollouts_on((1, 1, 1, 8))
-    ours.task, ours.engine = Sums(TINY.reinforce, 0, ""), Echo()
+    ours = rollouts_on((1, 1, 1, 8), Echo())
     asked = [(Problem(question, "1"), Sampling(seed=i)) for i, question in enumerate(("to", "to be " * 90, "or"))]
     some = ours.drawn({}, asked, lambda: False)
     assert [one.answer.sampling.seed for one in some] == [0, 1, 2] and not some[1].answer.tokens
     assert some[0].answer.tokens == some[0].prompt[1:] and len(some[1].prompt) > 64
-    batch = np.asarray(ours.batch(some, np.ones(3, np.float32))["weights"]).reshape(8, 128)
+    batch = np.asarray(ours.arrays(some, np.ones(3, np.float32))["weights"]).reshape(8, 128)
     assert batch[0, :64].any() and not batch[0, 64:].any() and batch[1, :64].any()
     assert ours.drawn({}, asked, lambda: True) is None
 
 
 def held_out(problems: int, samples: int) -> Rollouts:
     """Return rollouts with this many held-out problems, without an engine."""
-    ours = rollouts_on((1, 1, 1, 8))
-    ours.config = with_options(TINY, {"reinforce": replace(TINY.reinforce, samples=samples)})
+    ours = rollouts_on((1, 1, 1, 8), samples=samples)
     ours.held_out = [Problem(str(number), "1") for number in range(problems)]
     return ours
 
 
 def test_no_two_draws_of_an_evaluation_or_a_step_share_their_seed(monkeypatch):
     ours, of_steps = held_out(128, 16), []
-    ours.task = Sums(TINY.reinforce, 0, "")
     monkeypatch.setattr(Rollouts, "drawn", lambda self, params, questions, stop: of_steps.extend(questions))
-    ours.of_step({}, 0, lambda: False)
+    ours.answers({}, 0, lambda: False)
     asked = ours.questions_of_evaluation()
     assert [problem for problem, _ in asked] == [problem for problem in ours.held_out for _ in range(16)]
     assert len({sampling.seed for _, sampling in [*asked, *of_steps]}) == 128 * 16 + 4 * 16
@@ -155,7 +159,7 @@ def test_an_evaluation_has_the_greedy_accuracy_and_pass_at_every_power_of_two(mo
         return [rollout(reward) for reward in rewards]
 
     monkeypatch.setattr(Rollouts, "drawn", drawn)
-    figures = ours({}, lambda: False)
+    figures = ours.evaluate({}, lambda: False)
     assert figures["greedy_accuracy"] == 1 and "pass_at_6" not in figures and "pass_at_8" not in figures
     # One less the share of sets of k draws that are all wrong: 3 of 6, 3 of 15, 0 of 15.
     for k, of_second in ((1, 1 / 2), (2, 4 / 5), (4, 1)):
@@ -186,10 +190,9 @@ def test_the_interval_is_wilson_s(right, of, low, high):
 
 def test_answers_are_a_function_of_seed_and_step(monkeypatch):
     ours, asked = rollouts_on((1, 1, 1, 8)), []
-    ours.task = Sums(TINY.reinforce, 0, "")
     monkeypatch.setattr(Rollouts, "drawn", lambda self, params, questions, stop: asked.append(questions))
     for step in (0, 1, 0):
-        ours.of_step({}, step, lambda: False)
+        ours.answers({}, step, lambda: False)
     assert asked[0] == asked[2] and len(asked[0]) == ANSWERS
     assert len({problem for problem, _ in asked[0] + asked[1]}) == 8
     assert len({sampling.seed for _, sampling in asked[0] + asked[1]}) == 2 * ANSWERS

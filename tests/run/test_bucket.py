@@ -12,14 +12,14 @@ from gcsfs.retry import HttpError
 
 from configs.schema import CheckpointConfig, MeshConfig
 from hosts.preflight import preflight
-from run.checkpoint import Checkpoints, finished_steps
+from run.checkpoint import Checkpoints
 from run.checkpoint_files import Saving, delete
-from run.folder import RunLock, take_over
-from run.record import fetch_locally, local_path, other_writer, upload
-from run.saver import Saver
+from run.folder import RunFolder
+from run.lock import RunLock, take_over
 from system.errors import StorageLost, TrainingAborted, UserError
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
+from tests.run.checkpoints import opened, restored_newest
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, saved, state_on
 from training.mesh import make_mesh
 
@@ -36,27 +36,27 @@ def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_delet
     state = saved(RUN, (1, 2))[1]
     with monkeypatch.context() as patch:
         patch.setattr(Saving, "_complete", Mock(side_effect=OSError))  # killed before the facts
-        checkpoints = Saver(RUN, KEEP_ALL)
+        checkpoints = opened(RUN, KEEP_ALL)
         patch.setattr(checkpoints, "_try_to_clear", lambda: None)
         checkpoints.save(3, state, FACTS)
         checkpoints.wait()
         patch.setattr(type(checkpoints.folder), "rmtree", Mock(side_effect=OSError))  # killed after the facts
         delete(checkpoints.folder, [2])
-    assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RUN).steps == [1]
+    assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RunFolder(RUN)).steps == [1]
     messages.clear()
     abstract = state_on(1)[1]
-    restored, facts = Saver(RUN, KEEP_ALL).restore_newest(abstract)
+    restored, facts = restored_newest(RUN, abstract)
     assert under(gcs, "checkpoints") == {"1"} and facts["step"] == 1 and not messages
     assert not under(gcs, "bad-checkpoints") and not any(name.endswith("unfinished") for name in gcs.objects)
     assert_equal(restored, state._replace(step=1))
-    assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
+    assert_equal(Checkpoints(RunFolder(RUN)).restore_params(abstract.params)[0], state.params)
 
 
 def test_a_checkpoint_whose_copy_is_under_way_is_set_aside_and_not_deleted(gcs, messages):
     saved(RUN, (1, 2))
     copied = {name: gcs.objects.pop(name) for name in sorted(gcs.objects) if "checkpoints/2/facts" in name}
     before = len(gcs.objects)
-    assert copied and Saver(RUN, KEEP_ALL).steps == [1]
+    assert copied and opened(RUN, KEEP_ALL).steps == [1]
     assert messages == ["checkpoint 2 cannot be read (it is incomplete); it is in bad-checkpoints"]
     assert under(gcs, "checkpoints") == {"1"} and len(gcs.objects) == before + 1  # a README
 
@@ -68,11 +68,10 @@ def test_a_folder_that_was_made_in_cloud_console_is_no_file(gcs, messages, folde
     gcs.put("runs/mine/config.json", b"{}")
     gcs.put("runs/mine/tokenizer/tokenizer.json", b"of a tokenizer")
     gcs.put(f"runs/mine/{folder}", b"")
-    fetch_locally.cache_clear()
-    local = fetch_locally(RUN)
+    local = RunFolder(RUN).fetched()
     assert (local / "config.json").read_bytes() == b"{}"
     assert [path.name for path in (local / "tokenizer").iterdir()] == ["tokenizer.json"]
-    assert Saver(RUN, CheckpointConfig(keep=1)).restore_newest(state_on(1)[1])[1]["step"] == 1
+    assert restored_newest(RUN, state_on(1)[1])[1]["step"] == 1
     assert len(messages) == (folder == "checkpoints/2/")  # an empty folder is an incomplete checkpoint
 
 
@@ -80,42 +79,43 @@ THEIRS = "process 7 on another, since then"
 
 
 def test_a_run_that_another_start_takes_over_gives_way_and_changes_nothing_more(gcs):
-    state, prefix = state_on(1)[0], "runs/mine/"
-    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(RUN):
-        take_over(RUN)
-        (local_path(RUN) / "metrics.jsonl").write_text("ours")
-        checkpoints = Saver(RUN, KEEP_ALL)
+    state, prefix, folder = state_on(1)[0], "runs/mine/", RunFolder(RUN)
+    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(folder):
+        take_over(folder)
+        (folder.local / "metrics.jsonl").write_text("ours")
+        checkpoints = opened(folder, KEEP_ALL)
         checkpoints.save(1, state, FACTS)
         checkpoints.wait()
         checkpoints.save(2, state, FACTS)
         gcs.put(f"{prefix}lock", f"{THEIRS}\n".encode())  # before this save is complete
         gcs.put(f"{prefix}metrics.jsonl", b"theirs")
         gcs.put(f"{prefix}checkpoints/5/unfinished", b"")
-        (local_path(RUN) / "metrics.jsonl").write_text("ours, and more")
+        (folder.local / "metrics.jsonl").write_text("ours, and more")
         checkpoints.save(3, state, FACTS)
     assert checkpoints.steps[:1] == [1] and under(gcs, "checkpoints") >= {"1", "5"}
     assert "3" not in under(gcs, "checkpoints")
     assert gcs.objects[f"{prefix}lock"][1].decode() == f"{THEIRS}\n"
     with pytest.raises(UserError, match="another process, too"):
-        upload(RUN)
+        folder.upload()
     assert gcs.objects[f"{prefix}metrics.jsonl"][1] == b"theirs"
 
 
 def test_a_start_says_whom_it_replaces_and_a_refused_one_replaces_nobody(gcs, messages):
+    folder = RunFolder(RUN)
     gcs.put("runs/mine/lock", f"{THEIRS}\n".encode())
-    with pytest.raises(UserError, match="other options"), RunLock(RUN):
+    with pytest.raises(UserError, match="other options"), RunLock(folder):
         raise UserError("other options")
     assert gcs.objects["runs/mine/lock"][1].decode() == f"{THEIRS}\n" and not messages
-    with RunLock(RUN):
-        take_over(RUN)
+    with RunLock(folder):
+        take_over(folder)
         assert f"was being written to by {THEIRS}: if that process is alive" in messages[0]
         assert f"process {os.getpid()} on ".encode() in gcs.objects["runs/mine/lock"][1]
     assert "runs/mine/lock" not in gcs.objects and len(messages) == 1
-    with RunLock(RUN):
-        take_over(RUN)
-        assert len(messages) == 1 and not other_writer(RUN)
+    with RunLock(folder):
+        take_over(folder)
+        assert len(messages) == 1 and not folder.other_writer()
         del gcs.objects["runs/mine/lock"]  # by a process that took the run over, and has ended
-        assert other_writer(RUN) == "a process that has ended"
+        assert folder.other_writer() == "a process that has ended"
 
 
 def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
     generation, content = gcs.objects[name]
     middle = len(content) // 2
     gcs.objects[name] = (generation, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    restored, facts = Saver(RUN, KEEP_ALL).restore_newest(state_on(1)[1])
+    restored, facts = restored_newest(RUN, state_on(1)[1])
     assert facts["step"] == 1 and "checkpoint 2 cannot be read" in messages[0]
     assert_equal(restored.params, state.params)
     assert under(gcs, "checkpoints") == {"1"}
@@ -133,10 +133,10 @@ def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
 
 
 def test_a_store_s_errors_cost_only_a_save(gcs):
-    local = local_path(RUN)
-    local.mkdir(parents=True, exist_ok=True)
-    (local / "metrics.jsonl").write_text("what was measured")
-    checkpoints = Saver(RUN, CheckpointConfig(keep=1))
+    folder = RunFolder(RUN)
+    folder.local.mkdir(parents=True, exist_ok=True)
+    (folder.local / "metrics.jsonl").write_text("what was measured")
+    checkpoints = opened(folder, CheckpointConfig(keep=1))
     state = changed(state_on(1)[0])
     checkpoints.save(1, state, FACTS)
     checkpoints.wait()
@@ -149,14 +149,14 @@ def test_a_store_s_errors_cost_only_a_save(gcs):
     assert checkpoints.steps == [1]
     checkpoints.save(3, state, FACTS)
     close(checkpoints)
-    assert Saver(RUN, KEEP_ALL).steps == [3]
+    assert opened(RUN, KEEP_ALL).steps == [3]
     assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
 
 
 @pytest.mark.parametrize("run_dir", [RUN, ""], ids=["bucket", "disk"])
 def test_old_checkpoints_are_deleted_by_the_thread_that_saves(gcs, tmp_path, monkeypatch, run_dir):
     """A slow store must not stall the loop of any host."""
-    checkpoints, threads = Saver(run_dir or tmp_path, CheckpointConfig(keep=1)), []
+    checkpoints, threads = opened(run_dir or tmp_path, CheckpointConfig(keep=1)), []
     rmtree = type(checkpoints.folder).rmtree
     delete = lambda path: threads.append(threading.current_thread()) or rmtree(path)
     monkeypatch.setattr(type(checkpoints.folder), "rmtree", delete)
@@ -185,21 +185,23 @@ def test_a_missing_permission_is_named_with_its_role(gcs):
     message = "x@y.com does not have storage.buckets.get access to the Google Cloud Storage bucket."
     gcs.page = (403, json.dumps({"error": {"code": 403, "message": message}}).encode())
     with pytest.raises(UserError, match=r"lacks storage\.buckets\.get: grant it roles/storage\.legacyBucketReader"):
-        Saver(RUN, KEEP_ALL)
+        opened(RUN, KEEP_ALL)
 
 
 def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, monkeypatch):
     saved(RUN, (1,))
     errors = [HttpError({"code": 503, "message": "try again"})]
 
+    finished_steps = RunFolder.finished_steps
+
     def faulty(folder):
         if errors:
             raise errors.pop()
         return finished_steps(folder)
 
-    monkeypatch.setattr("run.checkpoint.finished_steps", faulty)
-    assert Checkpoints(RUN).steps == [1]
+    monkeypatch.setattr(RunFolder, "finished_steps", faulty)
+    assert Checkpoints(RunFolder(RUN)).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
     monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
-        Checkpoints(RUN)
+        Checkpoints(RunFolder(RUN))

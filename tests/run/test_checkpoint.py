@@ -19,9 +19,11 @@ from configs.schema import CheckpointConfig, MatricesConfig
 from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
+from run.folder import RunFolder
 from run.saver import Saver
 from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
 from tests.helpers import ALL_FEATURES, sharded, tiny_config
+from tests.run.checkpoints import opened, restored_newest
 from training.optimizer import make_optimizer
 from training.state import abstract_state, create_state, params_sha256, stored_as
 
@@ -49,7 +51,7 @@ def changed(state, by=3):
 
 def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
     """Save checkpoints with different states, and return the states."""
-    checkpoints = Saver(folder, config)
+    checkpoints = opened(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
         checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
@@ -85,27 +87,27 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     generator = np.random.default_rng(0)
     draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
     whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
-    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints = opened(tmp_path, KEEP_ALL)
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     close(checkpoints)
     abstract = abstract_on(other)
-    restored, _ = Checkpoints(tmp_path).restore(5, abstract)
+    restored, _ = Checkpoints(RunFolder(tmp_path)).restore(5, abstract)
     assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
     jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
-    params, _ = Checkpoints(tmp_path).restore_params(abstract.params)
+    params, _ = Checkpoints(RunFolder(tmp_path)).restore_params(abstract.params)
     assert params_sha256(params, OTHER.model) == params_sha256(whole.params, OTHER.model)
 
 
 def test_a_checkpoint_has_its_step_s_state_although_the_next_step_reuses_the_memory(tmp_path):
     state = changed(state_on(8)[0])
     expected = jax.device_get(state)
-    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints = opened(tmp_path, KEEP_ALL)
     checkpoints.save(3, state, FACTS | {"seconds": 1.5})
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
     for _ in range(3):
         state = step(state)
     close(checkpoints)
-    restored, facts = Checkpoints(tmp_path).restore(3, state_on(1)[1])
+    restored, facts = Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
     assert_equal(restored, expected)
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
 
@@ -124,9 +126,9 @@ BITS = {10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2}
     ],
 )
 def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
-    checkpoints = Saver(tmp_path, config)
+    scores = {step: score for step, score in bits.items() if score is not None}
+    checkpoints = opened(tmp_path, config, scores)
     checkpoints.steps = [*bits]
-    checkpoints.scores = {step: score for step, score in bits.items() if score is not None}
     for step in bits:
         (tmp_path / "checkpoints" / str(step)).mkdir()
     close(checkpoints)
@@ -135,14 +137,14 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
 
 def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
-        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(state_on(1)[1].params)
     saved(tmp_path, (1,))
     for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
         (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
-    reader = Checkpoints(tmp_path)
+    reader = Checkpoints(RunFolder(tmp_path))
     assert reader.restore_params(state_on(1)[1].params)[1] == 1
     assert names(tmp_path) == ["1", "2.deleted", "7.orbax-checkpoint-tmp"]  # reading deletes nothing
-    checkpoints = Saver(tmp_path, CheckpointConfig(keep=1))
+    checkpoints = opened(tmp_path, CheckpointConfig(keep=1))
     assert names(tmp_path) == ["1"]
     for step in (2, 3):
         checkpoints.save(step, state_on(1)[0], FACTS)
@@ -167,7 +169,7 @@ def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
     facts = json.loads((folder / "facts" / "metadata").read_text())
     (folder / "facts" / "metadata").write_text(json.dumps({**facts, "step": 4}))
     with pytest.raises(ValueError, match="differs from what was saved"):
-        Checkpoints(tmp_path).facts(3)
+        Checkpoints(RunFolder(tmp_path)).facts(3)
 
 
 # Damage.
@@ -203,7 +205,7 @@ def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_
         change = DAMAGE[0 if i < len(files) else 1 + i % 3]
         victim.unlink() if change is None else victim.write_bytes(change(path.read_bytes()))
         messages.clear()
-        restored = Saver(folder, KEEP_ALL).restore_newest(state_on(1)[1])
+        restored = restored_newest(folder, state_on(1)[1])
         assert restored
         step = restored[1]["step"]
         assert_equal(restored[0], states[step]._replace(step=step))
@@ -220,17 +222,17 @@ def test_the_file_that_a_checkpoint_lacks_is_named(tmp_path):
     saved(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "3" / "rest")
     with pytest.raises(Damaged, match=r"does not exist at .*/3/rest"):
-        Checkpoints(tmp_path).restore(3, state_on(1)[1])
+        Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
     (tmp_path / "checkpoints" / "3" / "params" / "manifest.ocdbt").unlink()
     with pytest.raises(NoCheckpoint, match=r"Error opening .*/3/params"):
-        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(state_on(1)[1].params)
 
 
 def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):
     saved(tmp_path, (4, 8))
     monkeypatch.setattr("run.checkpoint.read_arrays", Mock(side_effect=TypeError("a defect")))
     with pytest.raises(TypeError, match="a defect"):
-        Saver(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1])
+        restored_newest(tmp_path, state_on(1)[1])
     assert names(tmp_path) == ["4", "8"]
 
 
@@ -242,20 +244,20 @@ def test_another_network_or_optimizer_is_refused_with_what_differs(tmp_path):
     wide = abstract_state(wider, optimizer)
     message = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
     with pytest.raises(UserError, match=message):
-        Saver(tmp_path, KEEP_ALL).restore_newest(wide)
+        restored_newest(tmp_path, wide)
     with pytest.raises(UserError, match=message):
-        Checkpoints(tmp_path).restore_params(wide.params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(wide.params)
     moments = {"mu": abstract.params["embed"]}
     with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in only one of the two"):
-        Saver(tmp_path, KEEP_ALL).restore_newest(abstract._replace(opt_state=moments))
+        restored_newest(tmp_path, abstract._replace(opt_state=moments))
     assert names(tmp_path) == ["3"]
 
 
 def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path, messages):
     for name in ("3/facts/metadata", "99"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert Checkpoints(tmp_path).newest == 3
-    assert Saver(tmp_path, KEEP_ALL).newest == 3 and names(tmp_path) == ["3"]
+    assert Checkpoints(RunFolder(tmp_path)).newest == 3
+    assert opened(tmp_path, KEEP_ALL).newest == 3 and names(tmp_path) == ["3"]
     assert len(list((tmp_path / "bad-checkpoints").iterdir())) == 1
     assert messages == ["checkpoint 99 cannot be read (it is incomplete); it is in bad-checkpoints"]
 
@@ -273,7 +275,7 @@ class FullDisk:
 def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_path, messages):
     config = CheckpointConfig(keep=1)
     states = saved(tmp_path, (1,), config)
-    checkpoints = Saver(tmp_path, config)
+    checkpoints = opened(tmp_path, config)
     with FullDisk():
         for failed in (1, 2, 3):
             checkpoints.save(failed + 1, state_on(1)[0], FACTS)
@@ -288,7 +290,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
 
 
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
-    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints = opened(tmp_path, KEEP_ALL)
     away = OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(saver, "is_there", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
@@ -300,7 +302,7 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
 
 
 def test_a_save_is_not_waited_for(tmp_path, monkeypatch):
-    checkpoints, may_end = Saver(tmp_path, KEEP_ALL), threading.Event()
+    checkpoints, may_end = opened(tmp_path, KEEP_ALL), threading.Event()
     complete = saver.Saving._complete
     monkeypatch.setattr(saver.Saving, "_complete", lambda self: may_end.wait() and complete(self))
     checkpoints.save(1, state_on(1)[0], FACTS)

@@ -9,7 +9,7 @@ import pytest
 
 from data.tokenizer import load_tokenizer
 from run.base import config_of_continued
-from run.record import Events, read_metrics
+from run.folder import RunFolder
 from tests.test_train import run, write_folder
 
 CONFIG = """
@@ -54,7 +54,7 @@ def copy_of(folder: Path, name: str) -> Path:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_metrics(run_dir) if "loss" in line}
+    return {line["step"]: line["loss"] for line in RunFolder(run_dir).metrics() if "loss" in line}
 
 
 def content(run_dir: Path) -> dict[str, bytes]:
@@ -174,7 +174,7 @@ def test_with_another_tokens_per_step_the_data_continue_at_the_same_token(folder
     eights, mixed = losses(folder / "eights"), losses(folder / "mixed")
     assert eights[1] == pytest.approx((mixed[1] + mixed[2]) / 2, rel=1e-6)
     assert [mixed[5], mixed[6]] == pytest.approx([eights[3], eights[4]], rel=1e-6)
-    tokens = [line["tokens"] for line in read_metrics(folder / "mixed") if "loss" in line]
+    tokens = [line["tokens"] for line in RunFolder(folder / "mixed").metrics() if "loss" in line]
     assert tokens == [128, 256, 384, 512, 768, 1024]
     assert json.loads((folder / "mixed" / "summary.json").read_text())["tokens"] == 1024
 
@@ -198,18 +198,18 @@ def test_a_run_goes_back_to_an_older_checkpoint_once_and_another_seed_changes_it
     assert "is complete" in capsys.readouterr().out
     changed = losses(run_dir)
     assert {step for step in changed if changed[step] != untouched[step]} == {5, 6}
-    events = Events(run_dir).read()
+    events = RunFolder(run_dir).events.read()
     assert [event["step"] for event in events if event["event"] == "went_back"] == [2, 4]
     assert [(e["step"], e["tokens"]) for e in events if e["event"] == "start"] == [(0, 0), (2, 256), (4, 512)]
 
 
 def test_each_start_records_its_versions(folder, monkeypatch):
     run_dir = copy_of(folder, "other-code")
-    monkeypatch.setattr("run.start.code_digest", lambda: "feedbeef")
+    monkeypatch.setattr("run.describe.code_digest", lambda: "feedbeef")
     where = f"--data.source={folder}/text"  # the same source in other words
     assert start(monkeypatch, folder, "--run_dir=other-code", where, "--steps=7", "--accept_changes") == 0
     record = json.loads((run_dir / "config.json").read_text())
     assert record["changes"] == [["steps: 6 -> 7"]] and record["config"]["data"]["source"] == f"{folder}/text"
-    first, second = [event for event in Events(run_dir).read() if event["event"] == "start"]
+    first, second = [event for event in RunFolder(run_dir).events.read() if event["event"] == "start"]
     assert first["code_hash"] != second["code_hash"] == "feedbeef" and first["versions"]["jax"] == jax.__version__
     assert first["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1} and first["devices"] == "1 x cpu, 1 process(es)"

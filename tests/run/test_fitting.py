@@ -13,14 +13,14 @@ import jax
 import pytest
 
 from configs.schema import EvalConfig, with_options
+from hosts.clock import Timeline
 from run import fitting as module
 from run.fitting import COMPILATIONS, Fitting, TrainSteps
+from run.folder import RunFolder
 from run.log import MetricsLog
-from run.record import Events, Times, read_metrics
 from system.errors import Exit, StartAgain
 from tests.helpers import tiny_config
-from tests.test_train import COMMANDS, run, write_folder
-from train import main
+from tests.test_train import run, write_folder
 from training.build import build
 
 OPTIONS = (  # of test_train.py's config: four short steps, with rows that are chosen
@@ -70,7 +70,7 @@ def compiling(patch, needs) -> list[int]:
     some = jax.local_devices()[:1]
     compiled, built = [], build(tiny_config(rows=64, length=64), some)
 
-    def compile_train_steps(built, times):
+    def compile_train_steps(built, timeline):
         compiled.append(built.config.batch.rows)
         if (size := needs(compiled[-1])) is None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -84,11 +84,15 @@ def compiling(patch, needs) -> list[int]:
     return compiled
 
 
+def fitting_of(asked) -> Fitting:
+    return Fitting(asked, RunFolder(asked.run_dir))
+
+
 def fit(asked):
     """Return the config that train.py would run with."""
     Path(asked.run_dir).mkdir(exist_ok=True)
-    fitting = Fitting(asked)
-    built, _ = fitting.compile(module.build(fitting.first_config()), 0, Times())
+    fitting = fitting_of(asked)
+    built, _ = fitting.compile(module.build(fitting.first_config()), 0, Timeline())
     return built.config
 
 
@@ -124,26 +128,26 @@ def test_a_choice_is_kept_with_the_run_for_such_devices_as_long_as_it_fits(asked
     limit(monkeypatch, 4200)
     first = fit(asked)
     compiled.clear()
-    assert fit(asked) == first and compiled == [first.batch.rows] == [Fitting(asked).earlier_rows]
+    assert fit(asked) == first and compiled == [first.batch.rows] == [fitting_of(asked).earlier_rows]
     limit(monkeypatch, 2000)
-    assert fit(asked).batch.rows == 8 and compiled[1:] == [32, 1, 8] and Fitting(asked).earlier_rows == 8
-    assert not Fitting(with_options(asked, {"model.depth": 2})).earlier_rows
+    assert fit(asked).batch.rows == 8 and compiled[1:] == [32, 1, 8] and fitting_of(asked).earlier_rows == 8
+    assert not fitting_of(with_options(asked, {"model.depth": 2})).earlier_rows
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
-    assert not Fitting(asked).earlier_rows
+    assert not fitting_of(asked).earlier_rows
 
 
 def test_all_processes_choose_what_fits_the_smallest_device(asked, monkeypatch):
     compiling(monkeypatch, lambda rows: 800 + 100 * rows)
     limit(monkeypatch, 8000)
     monkeypatch.setattr(module, "max_over_processes", lambda value: max(value, -int(1024 * 4200 / module.HEADROOM) - 1))
-    assert Fitting(asked).limit == pytest.approx(1024 * 4200, rel=1e-5)
+    assert fitting_of(asked).limit == pytest.approx(1024 * 4200, rel=1e-5)
 
 
 def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(asked, monkeypatch):
     compiling(monkeypatch, lambda rows: 800 + 100 * rows)
     limit(monkeypatch, 4200)
     Path(asked.run_dir).mkdir()
-    fitting, built = Fitting(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
+    fitting, built = fitting_of(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
     for process in (3, 5):
         with monkeypatch.context() as patch, pytest.raises(StartAgain, match="rows_per_device=16"):
             patch.setattr(jax, "process_index", lambda process=process: process)
@@ -151,9 +155,11 @@ def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(aske
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     assert not Path(asked.run_dir, "events.jsonl").exists()  # which only the first process writes
     Path(asked.run_dir, "out_of_memory-6.json").write_text("[")  # killed in between
-    assert Fitting(asked).earlier_rows == 16
-    assert [event["event"] for event in Events(asked.run_dir).read()] == ["out_of_memory", "fitted"] * 2
-    assert fitted(asked.run_dir) == [16, 16] and [*Path(asked.run_dir).iterdir()] == [Events(asked.run_dir).path]
+    assert fitting_of(asked).earlier_rows == 16
+    assert [event["event"] for event in RunFolder(asked.run_dir).events.read()] == ["out_of_memory", "fitted"] * 2
+    assert fitted(asked.run_dir) == [16, 16] and [*Path(asked.run_dir).iterdir()] == [
+        RunFolder(asked.run_dir).events.path
+    ]
 
 
 @pytest.mark.parametrize(
@@ -162,13 +168,13 @@ def test_a_process_whose_device_alone_runs_out_of_memory_records_fewer_rows(aske
 def test_what_grpc_refuses_is_no_lack_of_memory(asked, monkeypatch, refusal):
     compiling(monkeypatch, lambda rows: 800 + 100 * rows)
     limit(monkeypatch, 4200)
-    fitting, built = Fitting(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
+    fitting, built = fitting_of(asked), module.build(with_options(asked, {"batch.rows_per_device": 32}))
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error,
         fitting.fewer_rows_if_out_of_memory(built),
     ):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {refusal}")
-    assert not hasattr(error.value, "__notes__") and Fitting(asked).earlier_rows == 0
+    assert not hasattr(error.value, "__notes__") and fitting_of(asked).earlier_rows == 0
 
 
 def test_the_arrays_of_a_start_that_ran_out_of_memory_are_gone_before_the_next(folder, monkeypatch, capfd):
@@ -184,7 +190,7 @@ def test_the_arrays_of_a_start_that_ran_out_of_memory_are_gone_before_the_next(f
         gc.freeze()
         raise StartAgain("out of memory")
 
-    monkeypatch.setitem(COMMANDS, "train", lambda: main(run=start))
+    monkeypatch.setattr("train.train", start)
     assert train(monkeypatch, capfd, "again")[0] == Exit.COMPLETE and found == [None]
     gc.freeze()
 
@@ -204,7 +210,7 @@ def train(patch, capfd, run_dir: str, *more: str) -> tuple[int, list[tuple[str, 
 
 
 def fitted(run_dir: str) -> list[int]:
-    return [event["rows_per_device"] for event in Events(run_dir).read() if event["event"] == "fitted"]
+    return [event["rows_per_device"] for event in RunFolder(run_dir).events.read() if event["event"] == "fitted"]
 
 
 @pytest.mark.medium
@@ -222,10 +228,10 @@ def test_with_too_little_memory_it_names_what_takes_less(folder, monkeypatch, ca
 def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, monkeypatch, capfd):
     dispatched, failing = MetricsLog.step, []
 
-    def fail(log, step, metrics):
+    def fail(log, step, *arguments):
         if failing and step == 3:
             raise jax.errors.JaxRuntimeError(failing.pop())
-        dispatched(log, step, metrics)
+        dispatched(log, step, *arguments)
 
     monkeypatch.setattr(MetricsLog, "step", fail)
     failing.append("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
@@ -233,13 +239,13 @@ def test_out_of_memory_in_a_step_starts_again_once_with_half_the_rows(folder, mo
     assert [rows for rows, _ in programs] == ["16", "8"]  # each start compiles once
     assert code == Exit.COMPLETE and "out of memory: --batch.rows_per_device=8 from here on" in said
     assert "continuing after step 2 of 4" in said
-    events = Events("halved").read()
+    events = RunFolder("halved").events.read()
     assert [event["rows_per_device"] for event in events if event["event"] == "out_of_memory"] == [8]
     stops = [event for event in events if event["event"] == "stop"]
     assert [event["code"] for event in stops] == [Exit.PEER_LOST, Exit.COMPLETE] and stops[0]["seconds"]["compile"] > 0
     assert fitted("halved")[-1] == 8
     assert json.loads(Path("halved/config.json").read_text())["config"]["batch"]["rows_per_device"] == 8
-    assert [line["step"] for line in read_metrics("halved") if "loss" in line] == [*range(1, 5)]
+    assert [line["step"] for line in RunFolder("halved").metrics() if "loss" in line] == [*range(1, 5)]
     starts = Mock(side_effect=StartAgain("out of memory"))
-    monkeypatch.setitem(COMMANDS, "train", lambda: main(run=starts))
+    monkeypatch.setattr("train.train", starts)
     assert train(monkeypatch, capfd, "twice")[0] == Exit.PEER_LOST and starts.call_count == 2

@@ -13,12 +13,13 @@ import pytest
 from configs.command_line import config_from_json
 from configs.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from hosts.runtime import versions
-from run import folder as run_folder
-from run.folder import RunLock
-from run.record import Events
-from run.saver import Saver
+from run.folder import RunFolder
+from run.lock import RunLock
+from run.status import write_start_record
 from system.errors import StorageLost, UserError
-from tests.run.test_checkpoint import KEEP_ALL, saved, state_on
+from tests.run.checkpoints import restored_newest
+from tests.run.claims import claim
+from tests.run.test_checkpoint import saved, state_on
 
 FREE = {
     *("name", "ratio", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
@@ -32,10 +33,14 @@ FREE = {
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
     """Open the run like a command that ends after a saved step."""
-    with RunLock(config.run_dir):
-        changes = run_folder.open_run(config, fingerprint, accept_changes).changes
-        run_folder.write_start_record(config, fingerprint, changes, 0, 0)
-        Events(config.run_dir).add("saved", 1)
+    with RunLock(RunFolder(config.run_dir)):
+        folder = RunFolder(config.run_dir)
+        changes = claim(config, fingerprint, accept_changes)
+        write_start_record(folder, config, fingerprint, changes, 0, 0)
+        folder.events.add("saved", 1)
+        facts = folder.local / "checkpoints/1/facts/metadata"
+        facts.parent.mkdir(parents=True, exist_ok=True)
+        facts.touch()
         return changes
 
 
@@ -75,7 +80,8 @@ def test_first_start_writes_the_config_and_what_it_ran_on_and_the_same_config_ch
     assert record["dataset"] == "print" and record["changes"] == []
     assert record["versions"] == versions() and record["versions"]["jax"] == jax.__version__
     assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1, "slices": 1}
-    assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "events.jsonl", "lock"]
+    made = {path.name for path in Path(config.run_dir).iterdir()}
+    assert made == {"checkpoints", "config.json", "events.jsonl", "lock"}
     for accept_changes in (False, True):
         assert open_run(config, "print", accept_changes) == [] and recorded(config) == record
 
@@ -126,9 +132,9 @@ def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
 
 def test_a_run_without_a_step_accepts_any_config(config):
     """The corrected command needs no --accept_changes, whatever a killed start has left."""
-    with RunLock(config.run_dir):
-        run_folder.open_run(config, "print", False)
-        Events(config.run_dir).add("fitted", 0)
+    with RunLock(RunFolder(config.run_dir)):
+        claim(config, "print", False)
+        RunFolder(config.run_dir).events.add("fitted", 0)
     corrected = replace(config, seed=7)
     assert open_run(corrected, "another", accept_changes=False) == []
     assert recorded(config)["config"]["seed"] == 7 and recorded(config)["dataset"] == "another"
@@ -138,8 +144,8 @@ def test_a_run_without_a_step_accepts_any_config(config):
 
 def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config):
     folder = Path(config.run_dir)
-    with pytest.raises(UserError, match="refused"), RunLock(folder):
-        run_folder.open_run(config, "print", False)
+    with pytest.raises(UserError, match="refused"), RunLock(RunFolder(folder)):
+        claim(config, "print", False)
         (folder / "checkpoints").mkdir()
         raise UserError("refused")
     assert not folder.exists()
@@ -153,17 +159,17 @@ def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config)
 def test_a_path_with_a_backslash_is_refused_and_every_other_printable_character_works(tmp_path):
     """Tensorstore takes a backslash for a slash."""
     run_dir = tmp_path / "".join(c for c in string.printable if c not in "/\\")
-    with RunLock(run_dir):
+    with RunLock(RunFolder(run_dir)):
         saved(run_dir)
-    assert Saver(run_dir, KEEP_ALL).restore_newest(state_on(1)[1])
-    with pytest.raises(UserError, match="without a backslash"), RunLock(tmp_path / "a\\b"):
+    assert restored_newest(run_dir, state_on(1)[1])
+    with pytest.raises(UserError, match="without a backslash"), RunLock(RunFolder(tmp_path / "a\\b")):
         pass
 
 
 def test_a_mistake_after_the_first_step_deletes_no_record_and_that_step_fixes_the_config(config):
     folder = Path(config.run_dir)
-    with pytest.raises(UserError, match="a shard has changed"), RunLock(folder):
-        run_folder.open_run(config, "print", False)
+    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(folder)):
+        claim(config, "print", False)
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
         raise UserError("a shard has changed")
     assert {path.name for path in folder.iterdir()} >= {"config.json", "metrics.jsonl"}
@@ -181,8 +187,8 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
 
 
 def test_one_process_uses_a_run_at_a_time(config):
-    with RunLock(config.run_dir):
-        run_folder.open_run(config, "print", False)
+    with RunLock(RunFolder(config.run_dir)):
+        claim(config, "print", False)
         with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
             open_run(config, "print", False)
     open_run(config, "print", False)
@@ -201,10 +207,10 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
     monkeypatch.setattr("fcntl.flock", flock)
     monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     if taken:
-        with RunLock(tmp_path) as lock:
+        with RunLock(RunFolder(tmp_path)) as lock:
             assert lock.file and "without locks" in messages[0]
     else:
-        with pytest.raises(StorageLost), RunLock(tmp_path):
+        with pytest.raises(StorageLost), RunLock(RunFolder(tmp_path)):
             pass
 
 
@@ -219,10 +225,10 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
             raise answers.pop()
 
     another = pytest.raises(UserError, match=f"another process .process {os.getpid()} on ")
-    with RunLock(tmp_path), another, RunLock(tmp_path):
+    with RunLock(RunFolder(tmp_path)), another, RunLock(RunFolder(tmp_path)):
         pass
     assert not pauses
     (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
     monkeypatch.setattr("fcntl.flock", flock)
-    with RunLock(tmp_path):
+    with RunLock(RunFolder(tmp_path)):
         assert len(pauses) == 3

@@ -13,12 +13,12 @@ from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from model.gpt import parameter_shapes
 from run.base import base_of_chat
-from run.folder import write_config_json
-from run.init_from import initial_state, require_moments, require_same_network, require_same_vocabulary
-from run.record import local_path, upload
-from run.saver import Saver
+from run.config_json import write_config_json
+from run.folder import RunFolder
+from run.init_from import initial_state, origin_of, require_moments, require_same_network, require_same_vocabulary
 from system.errors import UserError
 from tests.helpers import perturbed, tiny_config
+from tests.run.checkpoints import opened
 from training.build import build
 from training.mesh import resized
 from training.state import TrainState
@@ -34,7 +34,7 @@ def write_run(folder: Path, config: Config, state: TrainState) -> None:
     """Write a run that has saved this state, on the devices, after one step."""
     write_config_json(folder / "config.json", config, "a text's", [])
     TOKENIZER.save(folder / "tokenizer")
-    checkpoints = Saver(folder, CheckpointConfig())
+    checkpoints = opened(folder, CheckpointConfig())
     checkpoints.save(1, state, {"tokens": 1, "shapes": parameter_shapes(config.model)})
     checkpoints.wait()
 
@@ -54,10 +54,11 @@ def base(tmp_path_factory):
 def test_the_first_state_is_the_network_s_with_or_without_its_moments(base, moments):
     folder, before = base
     config = replace(CONFIG, init_from=str(folder), init_optimizer=moments, mesh=MeshConfig(2, 2, 2))
-    require_same_network(config)
-    require_same_vocabulary(config, TOKENIZER)
+    origin = RunFolder(folder)
+    require_same_network(config, origin)
+    require_same_vocabulary(origin, TOKENIZER)
     with pytest.raises(UserError, match="has another vocabulary than the data"):
-        require_same_vocabulary(config, OTHER)
+        require_same_vocabulary(origin, OTHER)
     built = build(config)
     state = jax.device_get(initial_state(built))
     unpadded = lambda tree, like: jax.tree.map(lambda leaf, want: resized(leaf, want.shape), tree, like)
@@ -66,18 +67,19 @@ def test_the_first_state_is_the_network_s_with_or_without_its_moments(base, mome
     jax.tree.map(np.testing.assert_array_equal, unpadded(state.opt_state, wanted), wanted)
     assert state.step == state.skipped_steps == 0
     with pytest.raises(UserError, match="vocab_size: 272, not 280"):
-        require_same_network(with_options(config, {"model.vocab_size": 280}))
+        require_same_network(with_options(config, {"model.vocab_size": 280}), origin)
 
 
 def test_options_that_keep_the_function_may_differ_and_others_not(tmp_path):
     model = replace(CONFIG.model, depth=3, window_pattern="SL", short_window=5)  # blocks see 5, all, and all positions
     config = replace(CONFIG, model=model, init_from=str(tmp_path))
+    origin = RunFolder(tmp_path)
     write_config_json(tmp_path / "config.json", config, "", [])
     for options in (
         *({"loss_chunks": 4}, {"dropout": 0.1}, {"remat": "block"}, {"dtype": "bfloat16"}),
         *({"window_pattern": "SLS"}, {"window_pattern": "SLLLL"}),
     ):
-        require_same_network(replace(config, model=replace(model, **options)))
+        require_same_network(replace(config, model=replace(model, **options)), origin)
     for options, message in (
         ({"softcap": 20.0}, "is of another network than the options ask for:\n  softcap: 15.0, not 20.0"),
         ({"heads": 2, "kv_heads": 1, "head_dim": 16}, "heads: 4, not 2"),
@@ -88,27 +90,30 @@ def test_options_that_keep_the_function_may_differ_and_others_not(tmp_path):
         ({"window_pattern": "L"}, r"not \[None, None, None\]"),
     ):
         with pytest.raises(UserError, match=message):
-            require_same_network(replace(config, model=replace(model, **options)))
+            require_same_network(replace(config, model=replace(model, **options)), origin)
 
 
 def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
     there = "gs://bucket/copied-once"
-    write_config_json(local_path(there) / "config.json", CONFIG, "", [])
-    TOKENIZER.save(local_path(there) / "tokenizer")
-    upload(there)
+    written = RunFolder(there)
+    write_config_json(written.config_json, CONFIG, "", [])
+    TOKENIZER.save(written.tokenizer)
+    written.upload()
     config = replace(CONFIG, init_from=there)
     gcs.asked.clear()
     tokenizer = load_tokenizer(base_of_chat(config).data.tokenizer)
-    require_same_network(config)
-    require_moments(config)
-    require_same_vocabulary(config, tokenizer)
+    origin = origin_of(config, RunFolder(tmp_path))
+    require_same_network(config, origin)
+    require_moments(config, origin)
+    require_same_vocabulary(origin, tokenizer)
     assert sum("tokenizer.json" in asked and "alt=media" in asked for asked in gcs.asked) == 1
 
 
 def test_moments_are_a_run_s_with_the_same_optimizer(tmp_path):
     write_config_json(tmp_path / "run" / "config.json", CONFIG, "", [])
     config = replace(CONFIG, init_from=str(tmp_path / "run"), init_optimizer=True)
-    require_moments(config)
+    origin = RunFolder(tmp_path / "run")
+    require_moments(config, origin)
     with pytest.raises(UserError, match=r"trained with --optimizer.matrices.kind=adamw, not muon"):
-        require_moments(with_options(config, {"optimizer.matrices.kind": "muon"}))
+        require_moments(with_options(config, {"optimizer.matrices.kind": "muon"}), origin)

@@ -12,9 +12,9 @@ import pytest
 from configs.schema import ProfileConfig
 from evaluation.evaluator import Evaluator
 from hosts.stop import Stop
+from run.folder import RunFolder
 from run.log import MetricsLog
-from run.metrics import Profile
-from run.record import Events, read_metrics
+from run.profile import Profile
 from run.saver import Saver
 from system.errors import Exit
 from tests.helpers import tiny_config
@@ -40,11 +40,11 @@ def start(folder, monkeypatch) -> Callable[..., int]:
 
 
 def saved(run_dir: str) -> list[int]:
-    return [event["step"] for event in Events(run_dir).read() if event["event"] == "saved"]
+    return [event["step"] for event in RunFolder(run_dir).events.read() if event["event"] == "saved"]
 
 
 def evaluated(run_dir: str) -> list[int]:
-    return [line["step"] for line in read_metrics(run_dir) if "val_loss" in line]
+    return [line["step"] for line in RunFolder(run_dir).metrics() if "val_loss" in line]
 
 
 def call_at(patch, owner: type, name: str, at: int, then: Callable[[], Any]) -> None:
@@ -129,9 +129,8 @@ def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
     starts = lambda folder: seen.append(f"from {step}") or folder == tmp_path / "profile" or pytest.fail(folder)
     monkeypatch.setattr(jax.profiler, "start_trace", starts)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append(f"to {step}"))
-    with Profile(config, resumed) as profile:
+    with Profile(config, RunFolder(tmp_path), resumed) as profile:
         while step < config.steps:
-            profile.before(step + 1, state)  # pyright: ignore
             step += 1
             profile.after(step, state)  # pyright: ignore
     assert seen == traced and messages == says

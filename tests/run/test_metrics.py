@@ -6,8 +6,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.metrics import MetricsWriter
-from run.record import read_metrics
+from run.folder import RunFolder
+from run.metrics import MetricsWriter, continue_metrics
+from tests.helpers import tiny_config
 
 
 def line(step: int, loss: float = 1.0) -> dict:
@@ -16,7 +17,7 @@ def line(step: int, loss: float = 1.0) -> dict:
 
 def write(run_dir: Path, start: int, lines: list[dict]) -> None:
     """Write the lines of one start of a run that is killed after them."""
-    writer = MetricsWriter(run_dir, start)
+    writer = continue_metrics(RunFolder(run_dir), start, tiny_config())
     for entry in lines:
         writer.write(entry)
     writer.close()
@@ -39,13 +40,13 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_lines_are_json_in_the_order_they_were_written_with_their_time(tmp_path, monkeypatch):
-    assert read_metrics(tmp_path) == []
+    assert RunFolder(tmp_path).metrics() == []
     monkeypatch.setattr(run.metrics.time, "time", lambda: 123.5)
     lines = [line(0), {"step": 10, "val_loss": 2.0, "mfu": None, "samples": ["é\n\u2028"]}, line(20, float("inf"))]
     write(tmp_path, 0, lines)
     lines[2]["loss"] = None  # JSON has no infinity
     assert lines_of(tmp_path) == lines
-    assert read_metrics(tmp_path) == [{**entry, "time": 123.5} for entry in lines]
+    assert RunFolder(tmp_path).metrics() == [{**entry, "time": 123.5} for entry in lines]
 
 
 @pytest.mark.parametrize("half", ["", '{"step": 6, "tokens": 60, "loss": 1.0'])
@@ -70,7 +71,8 @@ def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_pat
 
 
 def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
-    writer = MetricsWriter(tmp_path, 0, hparams={"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")})
+    options = {"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")}
+    writer = MetricsWriter(RunFolder(tmp_path), [], hparams=options)
     writer.write({"step": 1, "val_loss": 2.5})
     assert lines_of(tmp_path) == [{"step": 1, "val_loss": 2.5}] and scalars(tmp_path) == {"val_loss": [(1, 2.5)]}
     events = shown(tmp_path / "tensorboard")
@@ -87,7 +89,7 @@ def full(*_):
 def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch, capsys):
     wandb = SimpleNamespace(shown=[], close=lambda: None)
     wandb.show = wandb.shown.append
-    writer = MetricsWriter(tmp_path, 0, lambda: wandb)  # pyright: ignore
+    writer = MetricsWriter(RunFolder(tmp_path), [], wandb)  # pyright: ignore
     writer.write(line(1))
     with monkeypatch.context() as patch:
         patch.setattr(run.metrics, "append_whole", full)
@@ -117,5 +119,5 @@ def test_a_damaged_line_is_named_and_only_it_is_lost(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     first, _, third = path.read_bytes().splitlines()
     path.write_bytes(first + b"\n\xff\x00 garbage\n" + third + b"\n")
-    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 3]
+    assert [entry["step"] for entry in RunFolder(tmp_path).metrics()] == [1, 3]
     assert "line 2 is damaged" in capsys.readouterr().err

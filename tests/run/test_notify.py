@@ -14,8 +14,8 @@ import pytest
 from configs.schema import LogConfig
 from run import ending
 from run.ending import notify_of_failure, tell
-from run.metrics import MetricsWriter, Wandb
-from run.record import Events
+from run.folder import RunFolder
+from run.metrics import Wandb, continue_metrics
 from tests.helpers import tiny_config
 
 
@@ -25,14 +25,15 @@ def config_with(folder, **log):
 
 def test_the_command_receives_event_and_run(tmp_path):
     shown = "$TOKENSUM_EVENT,$TOKENSUM_STEP,$TOKENSUM_RUN,$TOKENSUM_RUN_DIR,$TOKENSUM_MESSAGE"
-    tell(config_with(tmp_path, on_event=f'echo "{shown}"'), "end", "it's \0 done", 7)
+    tell(config_with(tmp_path, on_event=f'echo "{shown}"'), RunFolder(tmp_path), "end", "it's \0 done", 7)
     assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
 
 
 def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(ending, "COMMAND_SECONDS", 0.1)
     began = time.monotonic()
-    tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
+    config = config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait")
+    tell(config, RunFolder(tmp_path), "end", "", 3)
     assert time.monotonic() - began < 30
     while not (tmp_path / "pid").exists():
         time.sleep(0.01)
@@ -40,10 +41,10 @@ def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
 
 
 def test_a_command_that_cannot_start_is_only_reported_and_one_process_starts_it(tmp_path, monkeypatch, capfd):
-    tell(config_with(tmp_path / "gone", on_event="true"), "failure", "", 3)
+    tell(config_with(tmp_path / "gone", on_event="true"), RunFolder(tmp_path / "gone"), "failure", "", 3)
     assert "--log.on_event was not started: " in capfd.readouterr().err
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    tell(config_with(tmp_path, on_event="true"), "end", "", 3)
+    tell(config_with(tmp_path, on_event="true"), RunFolder(tmp_path), "end", "", 3)
     assert not (tmp_path / "on_event.log").exists()
 
 
@@ -51,10 +52,8 @@ def test_a_command_that_cannot_start_is_only_reported_and_one_process_starts_it(
     ("error", "expected"), [(ValueError("too hot\nand"), "failure ValueError: too hot\n"), (SystemExit(143), "")]
 )
 def test_an_exception_is_a_failure_and_a_request_to_stop_is_none(tmp_path, error, expected):
-    with (
-        pytest.raises(type(error)),
-        notify_of_failure(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"')),
-    ):
+    config = config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"')
+    with pytest.raises(type(error)), notify_of_failure(config, RunFolder(tmp_path)):
         raise error
     log = tmp_path / "on_event.log"
     assert (log.read_text() if log.exists() else "") == expected
@@ -85,8 +84,8 @@ class FakeWandb:
 def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     config = config_with(tmp_path, wandb="team/gpts")
-    Events(tmp_path).add("start", 0)
-    writer = MetricsWriter(tmp_path, 0, lambda: Wandb(config))
+    RunFolder(tmp_path).events.add("start", 0)
+    writer = continue_metrics(RunFolder(tmp_path), 0, config)
     writer.write({"step": 4, "loss": 2.5, "grad_norms": {"embed": 1.0}})
     writer.write({"step": 4, "val_loss": 2.0, "samples": ["text"]})
     writer.close()
@@ -97,14 +96,14 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
     assert fake.finished and fake.options["entity"] == "team" and fake.options["project"] == "gpts"
     json.dumps(fake.options["config"])
     first = fake.options["id"]
-    MetricsWriter(tmp_path, 4, lambda: Wandb(config)).close()
+    continue_metrics(RunFolder(tmp_path), 4, config).close()
     assert fake.options["id"] == first and fake.options["resume"] == "allow"
 
 
 @pytest.mark.parametrize("fails", [None, "init", "log", "finish"])
 def test_a_run_continues_without_weights_and_biases(tmp_path, monkeypatch, capfd, fails):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fails) if fails else None)  # None: not installed
-    wandb = Wandb(config_with(tmp_path, wandb="gpts"))
+    wandb = Wandb(config_with(tmp_path, wandb="gpts"), RunFolder(tmp_path))
     for step in range(2):
         wandb.show({"step": step})
     wandb.close()

@@ -1,23 +1,13 @@
 """Test a run's record: events.jsonl keeps what is appended, what it says of batches and saved steps, and a bucket."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from hosts.clock import Timeline
 from run.ending import failure_recorded, notify_of_failure
-from run.record import (
-    ACTIVITIES,
-    UPLOADED,
-    Events,
-    Times,
-    batch_of,
-    fetch_locally,
-    local_path,
-    saved_up_to,
-    upload,
-)
+from run.folder import RunFolder
+from run.record import ACTIVITIES, batch_of, saved_up_to
 from system.errors import Exit, StartAgain, StorageLost, TrainingAborted, UserError
 from tests.helpers import tiny_config
 
@@ -27,7 +17,7 @@ FILES = ("config.json", "events.jsonl", "loss.png", "metrics.jsonl", "summary.js
 
 
 def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
-    events = Events(tmp_path)
+    events = RunFolder(tmp_path).events
     assert events.read() == []
     events.add("start", 0)
     events.add("saved", 10)
@@ -42,7 +32,7 @@ def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
 
 @pytest.mark.parametrize("line", [b"\x00\x00", b'{"event": "sav{"event": "saved"}', b'{"event": "saved", "step": "x"}'])
 def test_a_damaged_line_is_reported_and_skipped(tmp_path, capsys, line):
-    events = Events(tmp_path)
+    events = RunFolder(tmp_path).events
     events.add("start", 0)
     with events.path.open("ab") as file:
         file.write(line + b"\n")
@@ -85,25 +75,22 @@ def test_the_batch_after_another_size_of_a_step_and_after_going_back():
     ],
 )
 def test_a_start_that_fails_records_its_end_and_its_seconds(tmp_path, error, code):
-    Events(tmp_path).add("start", 0)
-    Events(tmp_path).add("saved", 20)
-    with pytest.raises(type(error)), failure_recorded(replace(CONFIG, run_dir=str(tmp_path)), Times()):
+    RunFolder(tmp_path).events.add("start", 0)
+    RunFolder(tmp_path).events.add("saved", 20)
+    with pytest.raises(type(error)), failure_recorded(RunFolder(tmp_path), Timeline()):
         raise error
-    stops = [event for event in Events(tmp_path).read() if event["event"] == "stop"]
+    stops = [event for event in RunFolder(tmp_path).events.read() if event["event"] == "stop"]
     assert [(event["step"], event["code"]) for event in stops] == ([(20, code)] if code != "nothing" else [])
     assert all(event["error"].endswith(str(error)) and event["seconds"].keys() == {*ACTIVITIES} for event in stops)
 
 
 @pytest.fixture
-def run_dir() -> Path:
-    """Return this process's copy of the record of a run in a bucket."""
-    folder = local_path(RUN)
-    shutil.rmtree(folder, ignore_errors=True)
-    UPLOADED.clear()
-    fetch_locally.cache_clear()
+def in_bucket() -> RunFolder:
+    """Return a run in a bucket, with a record in this process's copy."""
+    folder = RunFolder(RUN)
     for name in (*FILES, "tensorboard/events.1", "tensorboard/hparams/events.2", "config.json.partial"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"of {name}")
+        (folder.local / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.local / name).write_text(f"of {name}")
     return folder
 
 
@@ -112,40 +99,40 @@ def contents(gcs) -> dict[str, str]:
     return {name.removeprefix("runs/mine/"): content.decode() for name, (_, content) in gcs.objects.items()}
 
 
-def test_changed_files_are_uploaded_again_and_removed_ones_deleted(run_dir, gcs):
-    upload(RUN)
-    (run_dir / "tensorboard/events.1").rename(run_dir / "tensorboard/events.3")
-    (run_dir / "summary.json").unlink()  # left by a shorter run
-    (run_dir / "metrics.jsonl").write_text("more lines")
-    upload(RUN)
+def test_changed_files_are_uploaded_again_and_removed_ones_deleted(in_bucket, gcs):
+    in_bucket.upload()
+    (in_bucket.local / "tensorboard/events.1").rename(in_bucket.local / "tensorboard/events.3")
+    (in_bucket.local / "summary.json").unlink()  # left by a shorter run
+    (in_bucket.local / "metrics.jsonl").write_text("more lines")
+    in_bucket.upload()
     asked = len(gcs.asked)
-    upload(RUN)  # nothing has changed
+    in_bucket.upload()  # nothing has changed
     assert not any(request.startswith(("POST", "PUT", "DELETE")) for request in gcs.asked[asked:])
     inside = contents(gcs)
     assert inside["metrics.jsonl"] == "more lines"
     assert inside.keys() == {*FILES, "tensorboard/events.3", "tensorboard/hparams/events.2"} - {"summary.json"}
-    UPLOADED.clear()  # another process writes TensorBoard's file again, under another name
-    (run_dir / "tensorboard/events.3").rename(run_dir / "tensorboard/events.4")
-    upload(RUN)
+    in_bucket.uploaded.clear()  # another process writes TensorBoard's file again, under another name
+    (in_bucket.local / "tensorboard/events.3").rename(in_bucket.local / "tensorboard/events.4")
+    in_bucket.upload()
     assert contents(gcs).keys() == inside.keys() - {"tensorboard/events.3"} | {"tensorboard/events.4"}
 
 
 @pytest.mark.parametrize("process", [0, 3])
-def test_the_traceback_and_the_last_events_are_kept(run_dir, gcs, monkeypatch, process):
-    upload(RUN)
-    (run_dir / "events.jsonl").write_text("a line more")
+def test_the_traceback_and_the_last_events_are_kept(in_bucket, gcs, monkeypatch, process):
+    in_bucket.upload()
+    (in_bucket.local / "events.jsonl").write_text("a line more")
     monkeypatch.setattr("jax.process_index", lambda: process)
-    with pytest.raises(ZeroDivisionError), notify_of_failure(CONFIG):
+    with pytest.raises(ZeroDivisionError), notify_of_failure(CONFIG, in_bucket):
         raise ZeroDivisionError("division by zero")
     inside = contents(gcs)
     assert inside[f"traceback-{process}.txt"].endswith("ZeroDivisionError: division by zero\n")
     assert (inside["events.jsonl"] == "a line more") == (process == 0)
 
 
-def test_a_missing_or_unreadable_run_is_reported(run_dir, gcs):
+def test_a_missing_or_unreadable_run_is_reported(in_bucket, gcs):
     with pytest.raises(UserError, match="gs://bucket/runs/none holds no run"):
-        fetch_locally("gs://bucket/runs/none")
+        RunFolder("gs://bucket/runs/none").fetched()
     gcs.put("runs/mine/config.json", b"{}")
     gcs.forbidden = True
     with pytest.raises(UserError, match=f"{RUN} cannot be read: Forbidden"):
-        fetch_locally(RUN)
+        RunFolder(RUN).fetched()

@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 import system.files
 from configs.schema import CheckpointConfig
 from hosts.runtime import run_command, start_jax
-from run.saver import Saver
+from run.recovery import restore_newest
+from tests.run.checkpoints import opened
 from training.state import TrainState
 
 def main():
@@ -54,18 +55,18 @@ def main():
         ("damage", ValueError("DATA_LOSS: Error reading"), 1),
         ("always", ValueError("UNAVAILABLE: Error reading"), 1000),
     ):
-        checkpoints = Saver(f"{sys.argv[1]}/{act}", CheckpointConfig(keep=9))
+        checkpoints = opened(f"{sys.argv[1]}/{act}", CheckpointConfig(keep=9))
         assert not save(checkpoints, 1) and not save(checkpoints, 2)
         errors += [reason] * number * jax.process_index()
         try:
-            restored, facts = checkpoints.restore_newest(abstract)
+            restored, facts = restore_newest(checkpoints, abstract)
         except system.files.StorageLost as error:
             print(f"{act}: StorageLost: {error}", flush=True)
             errors.clear()
             continue
         assert all((shard.data == facts["step"]).all() for shard in restored.params["w"].addressable_shards)
         print(f"{act}: restored {facts['step']}", flush=True)
-    checkpoints = Saver(f"{sys.argv[1]}/saves", CheckpointConfig(keep=9))
+    checkpoints = opened(f"{sys.argv[1]}/saves", CheckpointConfig(keep=9))
     for step, process, function in ((1, 0, cannot_begin), (2, 1, cannot_write)):
         if jax.process_index() == process:
             ocp.PyTreeCheckpointHandler.async_save = function
@@ -75,7 +76,7 @@ def main():
         assert not save(checkpoints, step + 2)
     checkpoints.wait()
     errors.append(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
-    checkpoints.restore_newest(abstract)  # ends the run
+    restore_newest(checkpoints, abstract)  # ends the run
     return 0
 
 run_command(main)

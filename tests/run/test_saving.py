@@ -15,10 +15,12 @@ from configs.schema import CheckpointConfig
 from run import saver
 from run.checkpoint import Checkpoints
 from run.checkpoint_files import explaining
-from run.folder import RunLock
+from run.folder import RunFolder
+from run.lock import RunLock
 from run.saver import Saver
 from system.errors import StorageLost, TrainingAborted
 from system.files import RETRY_SECONDS
+from tests.run.checkpoints import opened
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
 
 STATE = state_on(1)[0]
@@ -76,7 +78,7 @@ def test_a_save_that_fails_is_tried_again_and_the_third_in_a_row_ends_the_run(
     tmp_path, monkeypatch, pauses, messages, failing, steps, failures, aborted, waits
 ):
     monkeypatch.setattr(FakeSaving, "failing", {*failing})
-    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10, keep=9))
+    checkpoints = opened(tmp_path, CheckpointConfig(every_steps=10, keep=9))
     if aborted:
         with pytest.raises(TrainingAborted, match=r"3 save\(s\) in a row failed: the disk is full"), checkpoints:
             train(checkpoints)
@@ -91,7 +93,7 @@ def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(FakeSaving, "failing", {*range(41)})
     monkeypatch.setattr(FakeSaving, "may_pass", True)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: FakeSaving.failing.clear())
-    checkpoints = Saver(tmp_path, CheckpointConfig(every_steps=10))
+    checkpoints = opened(tmp_path, CheckpointConfig(every_steps=10))
     train(checkpoints)
     assert checkpoints.steps == [40]
 
@@ -102,10 +104,10 @@ def test_a_last_save_that_fails_does_not_replace_the_error_that_ends_the_run(tmp
     monkeypatch.setattr(FakeSaving, "may_pass", True)
     monkeypatch.setattr("system.files.RETRY_SECONDS", -1)  # over at the first failure
     monkeypatch.setattr("system.files.FEWEST_ATTEMPTS", 1)
-    with pytest.raises(type(error), match=str(error)), Saver(tmp_path, CheckpointConfig()) as checkpoints:
+    with pytest.raises(type(error), match=str(error)), opened(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(40, STATE, FACTS)
         raise error
-    with pytest.raises(StorageLost), Saver(tmp_path, CheckpointConfig()) as checkpoints:
+    with pytest.raises(StorageLost), opened(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(40, STATE, FACTS)
 
 
@@ -116,7 +118,7 @@ def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypat
     monkeypatch.setattr(FakeSaving, "join", lambda self: now.append(now.pop() + 2 * RETRY_SECONDS))
     monkeypatch.setattr(FakeSaving, "may_pass", True)
     monkeypatch.setattr(FakeSaving, "failing", {1, 2})
-    checkpoints = Saver(tmp_path, KEEP_ALL)
+    checkpoints = opened(tmp_path, KEEP_ALL)
     for step in (1, 2, 3):
         checkpoints.save(step, STATE, FACTS)
     checkpoints.wait()
@@ -130,8 +132,8 @@ def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypat
 
 def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
     """Some disks let every machine have the lock."""
-    with RunLock(tmp_path):
-        checkpoints = Saver(tmp_path, CheckpointConfig())
+    with RunLock(RunFolder(tmp_path)):
+        checkpoints = opened(tmp_path, CheckpointConfig())
         checkpoints.save(10, STATE, FACTS)
         (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
         with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
@@ -142,8 +144,8 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
 @pytest.mark.parametrize("name", ["config.json", "lock", "20.orbax-checkpoint-tmp"])
 def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path, pauses, unanswered, name):
     facts = FACTS | {"config": {}}
-    with RunLock(tmp_path):
-        checkpoints = Saver(tmp_path, KEEP_ALL)
+    with RunLock(RunFolder(tmp_path)):
+        checkpoints = opened(tmp_path, KEEP_ALL)
         (tmp_path / "config.json").touch()
         checkpoints.save(10, STATE, facts)
         unanswered.add(name)
@@ -157,7 +159,7 @@ def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path
 
 def test_a_run_whose_folder_is_deleted_meanwhile_ends(tmp_path):
     with pytest.raises(TrainingAborted, match=r"config\.json was deleted while the run wrote to its folder"):
-        Saver(tmp_path, KEEP_ALL).save(10, STATE, FACTS | {"config": {}})
+        opened(tmp_path, KEEP_ALL).save(10, STATE, FACTS | {"config": {}})
 
 
 def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old_one_goes_after(tmp_path, monkeypatch):
@@ -182,14 +184,14 @@ def test_a_failure_that_follows_from_a_full_disk_does_not_hide_it():
 def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):
     async def cell():
         state = saved(tmp_path)[3]
-        restored, _ = Checkpoints(tmp_path).restore(3, state_on(1)[1])
+        restored, _ = Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
         assert_equal(restored, state._replace(step=restored.step))
 
     asyncio.run(cell())
 
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path):
-    checkpoints, state = Saver(tmp_path, KEEP_ALL), state_on(1)[0]
+    checkpoints, state = opened(tmp_path, KEEP_ALL), state_on(1)[0]
     wrong = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
     with pytest.raises(TrainingAborted, match="not finite"):
         checkpoints.save(3, state._replace(params=wrong), FACTS)

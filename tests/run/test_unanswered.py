@@ -12,25 +12,28 @@ from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from evaluation.results import ItemLog
 from hosts.preflight import problems_here
-from run.folder import RunLock, config_of_run, open_run
-from run.metrics import MetricsWriter
-from run.record import Events
+from run.config_json import config_of_run
+from run.folder import RunFolder
+from run.lock import RunLock
+from run.metrics import continue_metrics
+from run.status import inspect_run
 from system.errors import StorageLost, UserError
 from tests.data.preparations import digests, write_files
 from tests.helpers import tiny_config
+from tests.run.claims import claim
 
 TEXTS = {f"{i}.txt": f"document {i}: " + " ".join(f"word{i * j % 97}" for j in range(90)) for i in range(9)}
 
 
 def test_the_record_of_a_run_keeps_its_lines(tmp_path, unanswered):
-    Events(tmp_path).add("start", 0)
+    RunFolder(tmp_path).events.add("start", 0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
     before = digests(tmp_path)
     unanswered |= {"metrics.jsonl", "events.jsonl"}
     with pytest.raises(OSError, match="Stale"):
-        Events(tmp_path).add("saved", 1)
+        RunFolder(tmp_path).events.add("saved", 1)
     with pytest.raises(OSError, match="Stale"):
-        MetricsWriter(tmp_path, 1)
+        continue_metrics(RunFolder(tmp_path), 1, tiny_config())
     unanswered.clear()
     assert digests(tmp_path) == before
 
@@ -46,8 +49,8 @@ def test_a_log_of_items_keeps_its_lines(tmp_path, unanswered):
 
 def test_a_refused_start_deletes_no_record(tmp_path, unanswered):
     config = replace(tiny_config(), run_dir=str(tmp_path))
-    with pytest.raises(UserError, match="a shard has changed"), RunLock(tmp_path):
-        open_run(config, "print", False)
+    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(tmp_path)):
+        claim(config)
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
         unanswered.add("metrics.jsonl")
         raise UserError("a shard has changed")
@@ -57,16 +60,16 @@ def test_a_refused_start_deletes_no_record(tmp_path, unanswered):
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
 def test_a_start_does_not_go_on_without_a_file_of_the_run(tmp_path, unanswered, monkeypatch, name):
     config = replace(tiny_config(), run_dir=str(tmp_path))
-    open_run(config, "print", False)
-    Events(tmp_path).add("saved", 8)
+    claim(config)
+    RunFolder(tmp_path).events.add("saved", 8)
     unanswered.add(name)
     with pytest.raises(OSError, match="Stale"):
-        open_run(config, "print", False)
+        inspect_run(RunFolder(tmp_path), config, "print")
     monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     if name == "config.json":
         with pytest.raises(StorageLost, match="Stale"):
-            config_of_run(tmp_path)
+            config_of_run(RunFolder(tmp_path))
 
 
 def test_a_dataset_is_neither_prepared_again_nor_taken_for_text(tmp_path, unanswered, monkeypatch):

@@ -12,7 +12,8 @@ from configs import plain
 from configs.command_line import exit_code_of, parse
 from configs.schema import with_options
 from hosts.topology import machines
-from run.start import build_and_open_text
+from run.folder import RunFolder
+from run.text import open_text_of_run
 from system.errors import Exit
 from tests.helpers import tiny_config
 from tests.test_train import write_folder
@@ -55,7 +56,7 @@ def test_epochs_have_the_steps_of_train_py(tmp_path, monkeypatch):
     monkeypatch.chdir(write_folder(tmp_path))
     config, _ = parse("", argv=["--config=tiny.py", "--epochs=1.5"])
     steps = plan.with_steps(config).steps
-    assert steps == build_and_open_text(config)[0].config.steps > 0 == config.steps
+    assert steps == open_text_of_run(config, RunFolder(config.run_dir))[0].config.steps > 0 == config.steps
 
 
 def test_stored_bytes_are_those_of_the_state_and_the_batch():
