@@ -50,7 +50,6 @@ from jaxtyping import Int
 
 from data.dataset import join_source, split_source
 from data.tokenizer import load_tokenizer
-from evaluation.network import Network, open_network
 from evaluation.texts import read_documents
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import beyond_hf, converses, write_hf, write_safetensors
@@ -59,6 +58,7 @@ from model.loss import softcap
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
 from run.folder import RunFolder
+from run.network import Network, open_network
 from run.record import batch_of
 from training.mesh import make_mesh
 from training.optimizer import path_name
