@@ -16,7 +16,7 @@ def opened(
     """Clear a run's folder of checkpoints, and return them, to save more."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     open_cleared(run)
-    return Saver(run, config, scores or {})
+    return Saver(RunFolder(run), config, scores or {})
 
 
 def restored_newest(folder: str | Path, abstract: TrainState) -> tuple[TrainState, dict] | None:
