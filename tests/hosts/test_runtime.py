@@ -18,20 +18,13 @@ from hosts.runtime import (
     report_unless_loop_is_closed,
     require_known_flags,
     require_platform,
-    run_command,
     start_jax,
 )
 from system.errors import NoCheckpoint, StorageLost, UserError
 from system.files import append_whole, cache_dir, write_whole
+from tests.hosts.exit_codes import exit_code
 
 ROOT = Path(__file__).parents[2]
-
-
-def exit_code(main) -> int:
-    """Return the exit code of a command."""
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    return end.value.code
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,17 @@ from run.lock import RunLock, take_over
 from system.errors import StorageLost, TrainingAborted, UserError
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
-from tests.run.checkpoints import opened, restored_newest
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, saved, state_on
+from tests.run.checkpoints import (
+    FACTS,
+    KEEP_ALL,
+    assert_equal,
+    changed,
+    close,
+    opened,
+    restored_newest,
+    saved,
+    state_on,
+)
 from training.mesh import make_mesh
 
 RUN = "gs://bucket/runs/mine"
@@ -42,14 +51,14 @@ def test_checkpoints_that_are_half_written_or_half_deleted_are_ignored_and_delet
         checkpoints.wait()
         patch.setattr(type(checkpoints.folder), "rmtree", Mock(side_effect=OSError))  # killed after the facts
         delete(checkpoints.folder, [2])
-    assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RunFolder(RunFolder(RUN))).steps == [1]
+    assert under(gcs, "checkpoints") == {"1", "2", "3"} and Checkpoints(RunFolder(RUN)).steps == [1]
     messages.clear()
     abstract = state_on(1)[1]
     restored, facts = restored_newest(RUN, abstract)
     assert under(gcs, "checkpoints") == {"1"} and facts["step"] == 1 and not messages
     assert not under(gcs, "bad-checkpoints") and not any(name.endswith("unfinished") for name in gcs.objects)
     assert_equal(restored, state._replace(step=1))
-    assert_equal(Checkpoints(RunFolder(RunFolder(RUN))).restore_params(abstract.params)[0], state.params)
+    assert_equal(Checkpoints(RunFolder(RUN)).restore_params(abstract.params)[0], state.params)
 
 
 def test_a_checkpoint_whose_copy_is_under_way_is_set_aside_and_not_deleted(gcs, messages):
@@ -80,8 +89,8 @@ THEIRS = "process 7 on another, since then"
 
 def test_a_run_that_another_start_takes_over_gives_way_and_changes_nothing_more(gcs):
     state, prefix, folder = state_on(1)[0], "runs/mine/", RunFolder(RUN)
-    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(RunFolder(folder)):
-        take_over(RunFolder(folder))
+    with pytest.raises(TrainingAborted, match=f"another process, too .{THEIRS}"), RunLock(folder):
+        take_over(folder)
         (folder.local / "metrics.jsonl").write_text("ours")
         checkpoints = opened(folder, KEEP_ALL)
         checkpoints.save(1, state, FACTS)
@@ -103,16 +112,16 @@ def test_a_run_that_another_start_takes_over_gives_way_and_changes_nothing_more(
 def test_a_start_says_whom_it_replaces_and_a_refused_one_replaces_nobody(gcs, messages):
     folder = RunFolder(RUN)
     gcs.put("runs/mine/lock", f"{THEIRS}\n".encode())
-    with pytest.raises(UserError, match="other options"), RunLock(RunFolder(folder)):
+    with pytest.raises(UserError, match="other options"), RunLock(folder):
         raise UserError("other options")
     assert gcs.objects["runs/mine/lock"][1].decode() == f"{THEIRS}\n" and not messages
-    with RunLock(RunFolder(folder)):
-        take_over(RunFolder(folder))
+    with RunLock(folder):
+        take_over(folder)
         assert f"was being written to by {THEIRS}: if that process is alive" in messages[0]
         assert f"process {os.getpid()} on ".encode() in gcs.objects["runs/mine/lock"][1]
     assert "runs/mine/lock" not in gcs.objects and len(messages) == 1
-    with RunLock(RunFolder(folder)):
-        take_over(RunFolder(folder))
+    with RunLock(folder):
+        take_over(folder)
         assert len(messages) == 1 and not folder.other_writer()
         del gcs.objects["runs/mine/lock"]  # by a process that took the run over, and has ended
         assert folder.other_writer() == "a process that has ended"
@@ -200,8 +209,8 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
         return finished_steps(folder)
 
     monkeypatch.setattr(RunFolder, "finished_steps", faulty)
-    assert Checkpoints(RunFolder(RunFolder(RUN))).steps == [1]
+    assert Checkpoints(RunFolder(RUN)).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
     monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
-        Checkpoints(RunFolder(RunFolder(RUN)))
+        Checkpoints(RunFolder(RUN))

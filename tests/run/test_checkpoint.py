@@ -7,7 +7,6 @@ import shutil
 import threading
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest.mock import Mock
 
 import jax
@@ -20,54 +19,22 @@ from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.folder import RunFolder
-from run.saver import Saver
 from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
 from tests.helpers import ALL_FEATURES, sharded, tiny_config
-from tests.run.checkpoints import opened, restored_newest
+from tests.run.checkpoints import (
+    FACTS,
+    KEEP_ALL,
+    assert_equal,
+    changed,
+    close,
+    names,
+    opened,
+    restored_newest,
+    saved,
+    state_on,
+)
 from training.optimizer import make_optimizer
-from training.state import abstract_state, create_state, params_sha256, stored_as
-
-KEEP_ALL = CheckpointConfig(keep=99)
-FACTS = {"shapes": parameter_shapes(tiny_config().model)}
-
-
-@cache
-def state_on(devices):
-    """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
-    config = tiny_config()
-    network = sharded(config.model, (devices, 1, 1))
-    optimizer, _ = make_optimizer(config.optimizer, network, 8)
-    return create_state(network, optimizer, 0), abstract_state(network, optimizer), network.mesh
-
-
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-
-
-def changed(state, by=3):
-    """Return a state that differs from a fresh one in every leaf."""
-    return jax.tree.map(lambda leaf: leaf + by, state)
-
-
-def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
-    """Save checkpoints with different states, and return the states."""
-    checkpoints = opened(folder, config)
-    states = {step: changed(state_on(devices)[0], step) for step in steps}
-    for step, state in states.items():
-        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
-    close(checkpoints)
-    return states
-
-
-def close(checkpoints: Saver) -> None:
-    """Wait for the last save, as the end of a run does."""
-    with checkpoints:
-        pass
-
-
-def names(folder: Path) -> list[str]:
-    return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))
-
+from training.state import abstract_state, params_sha256, stored_as
 
 OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 
@@ -91,10 +58,10 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     close(checkpoints)
     abstract = abstract_on(other)
-    restored, _ = Checkpoints(RunFolder(RunFolder(tmp_path))).restore(5, abstract)
+    restored, _ = Checkpoints(RunFolder(tmp_path)).restore(5, abstract)
     assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
     jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
-    params, _ = Checkpoints(RunFolder(RunFolder(tmp_path))).restore_params(abstract.params)
+    params, _ = Checkpoints(RunFolder(tmp_path)).restore_params(abstract.params)
     assert params_sha256(params, OTHER.model) == params_sha256(whole.params, OTHER.model)
 
 
@@ -107,7 +74,7 @@ def test_a_checkpoint_has_its_step_s_state_although_the_next_step_reuses_the_mem
     for _ in range(3):
         state = step(state)
     close(checkpoints)
-    restored, facts = Checkpoints(RunFolder(RunFolder(tmp_path))).restore(3, state_on(1)[1])
+    restored, facts = Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
     assert_equal(restored, expected)
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
 
@@ -137,11 +104,11 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
 
 def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
-        Checkpoints(RunFolder(RunFolder(tmp_path))).restore_params(state_on(1)[1].params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(state_on(1)[1].params)
     saved(tmp_path, (1,))
     for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
         (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
-    reader = Checkpoints(RunFolder(RunFolder(tmp_path)))
+    reader = Checkpoints(RunFolder(tmp_path))
     assert reader.restore_params(state_on(1)[1].params)[1] == 1
     assert names(tmp_path) == ["1", "2.deleted", "7.orbax-checkpoint-tmp"]  # reading deletes nothing
     checkpoints = opened(tmp_path, CheckpointConfig(keep=1))
@@ -169,7 +136,7 @@ def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
     facts = json.loads((folder / "facts" / "metadata").read_text())
     (folder / "facts" / "metadata").write_text(json.dumps({**facts, "step": 4}))
     with pytest.raises(ValueError, match="differs from what was saved"):
-        Checkpoints(RunFolder(RunFolder(tmp_path))).facts(3)
+        Checkpoints(RunFolder(tmp_path)).facts(3)
 
 
 # Damage.
@@ -222,10 +189,10 @@ def test_the_file_that_a_checkpoint_lacks_is_named(tmp_path):
     saved(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "3" / "rest")
     with pytest.raises(Damaged, match=r"does not exist at .*/3/rest"):
-        Checkpoints(RunFolder(RunFolder(tmp_path))).restore(3, state_on(1)[1])
+        Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
     (tmp_path / "checkpoints" / "3" / "params" / "manifest.ocdbt").unlink()
     with pytest.raises(NoCheckpoint, match=r"Error opening .*/3/params"):
-        Checkpoints(RunFolder(RunFolder(tmp_path))).restore_params(state_on(1)[1].params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(state_on(1)[1].params)
 
 
 def test_an_error_of_our_own_is_no_damage(tmp_path, monkeypatch):
@@ -246,7 +213,7 @@ def test_another_network_or_optimizer_is_refused_with_what_differs(tmp_path):
     with pytest.raises(UserError, match=message):
         restored_newest(tmp_path, wide)
     with pytest.raises(UserError, match=message):
-        Checkpoints(RunFolder(RunFolder(tmp_path))).restore_params(wide.params)
+        Checkpoints(RunFolder(tmp_path)).restore_params(wide.params)
     moments = {"mu": abstract.params["embed"]}
     with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in only one of the two"):
         restored_newest(tmp_path, abstract._replace(opt_state=moments))
@@ -256,7 +223,7 @@ def test_another_network_or_optimizer_is_refused_with_what_differs(tmp_path):
 def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path, messages):
     for name in ("3/facts/metadata", "99"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert Checkpoints(RunFolder(RunFolder(tmp_path))).newest == 3
+    assert Checkpoints(RunFolder(tmp_path)).newest == 3
     assert opened(tmp_path, KEEP_ALL).newest == 3 and names(tmp_path) == ["3"]
     assert len(list((tmp_path / "bad-checkpoints").iterdir())) == 1
     assert messages == ["checkpoint 99 cannot be read (it is incomplete); it is in bad-checkpoints"]

@@ -17,9 +17,8 @@ from run.folder import RunFolder
 from run.lock import RunLock
 from run.status import write_start_record
 from system.errors import StorageLost, UserError
-from tests.run.checkpoints import restored_newest
+from tests.run.checkpoints import restored_newest, saved, state_on
 from tests.run.claims import claim
-from tests.run.test_checkpoint import saved, state_on
 
 FREE = {
     *("name", "ratio", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
@@ -33,7 +32,7 @@ FREE = {
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
     """Open the run like a command that ends after a saved step."""
-    with RunLock(RunFolder(RunFolder(config.run_dir))):
+    with RunLock(RunFolder(config.run_dir)):
         folder = RunFolder(config.run_dir)
         changes = claim(config, fingerprint, accept_changes)
         write_start_record(folder, config, fingerprint, changes, 0, 0)
@@ -132,7 +131,7 @@ def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
 
 def test_a_run_without_a_step_accepts_any_config(config):
     """The corrected command needs no --accept_changes, whatever a killed start has left."""
-    with RunLock(RunFolder(RunFolder(config.run_dir))):
+    with RunLock(RunFolder(config.run_dir)):
         claim(config, "print", False)
         RunFolder(config.run_dir).events.add("fitted", 0)
     corrected = replace(config, seed=7)
@@ -144,7 +143,7 @@ def test_a_run_without_a_step_accepts_any_config(config):
 
 def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config):
     folder = Path(config.run_dir)
-    with pytest.raises(UserError, match="refused"), RunLock(RunFolder(RunFolder(folder))):
+    with pytest.raises(UserError, match="refused"), RunLock(RunFolder(folder)):
         claim(config, "print", False)
         (folder / "checkpoints").mkdir()
         raise UserError("refused")
@@ -159,16 +158,16 @@ def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config)
 def test_a_path_with_a_backslash_is_refused_and_every_other_printable_character_works(tmp_path):
     """Tensorstore takes a backslash for a slash."""
     run_dir = tmp_path / "".join(c for c in string.printable if c not in "/\\")
-    with RunLock(RunFolder(RunFolder(run_dir))):
+    with RunLock(RunFolder(run_dir)):
         saved(run_dir)
     assert restored_newest(run_dir, state_on(1)[1])
-    with pytest.raises(UserError, match="without a backslash"), RunLock(RunFolder(RunFolder(tmp_path / "a\\b"))):
+    with pytest.raises(UserError, match="without a backslash"), RunLock(RunFolder(tmp_path / "a\\b")):
         pass
 
 
 def test_a_mistake_after_the_first_step_deletes_no_record_and_that_step_fixes_the_config(config):
     folder = Path(config.run_dir)
-    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(RunFolder(folder))):
+    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(folder)):
         claim(config, "print", False)
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
         raise UserError("a shard has changed")
@@ -187,7 +186,7 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
 
 
 def test_one_process_uses_a_run_at_a_time(config):
-    with RunLock(RunFolder(RunFolder(config.run_dir))):
+    with RunLock(RunFolder(config.run_dir)):
         claim(config, "print", False)
         with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
             open_run(config, "print", False)
@@ -207,10 +206,10 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
     monkeypatch.setattr("fcntl.flock", flock)
     monkeypatch.setattr("system.files.RETRY_SECONDS", 0)
     if taken:
-        with RunLock(RunFolder(RunFolder(tmp_path))) as lock:
+        with RunLock(RunFolder(tmp_path)) as lock:
             assert lock.file and "without locks" in messages[0]
     else:
-        with pytest.raises(StorageLost), RunLock(RunFolder(RunFolder(tmp_path))):
+        with pytest.raises(StorageLost), RunLock(RunFolder(tmp_path)):
             pass
 
 
@@ -225,10 +224,10 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
             raise answers.pop()
 
     another = pytest.raises(UserError, match=f"another process .process {os.getpid()} on ")
-    with RunLock(RunFolder(RunFolder(tmp_path))), another, RunLock(RunFolder(RunFolder(tmp_path))):
+    with RunLock(RunFolder(tmp_path)), another, RunLock(RunFolder(tmp_path)):
         pass
     assert not pauses
     (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
     monkeypatch.setattr("fcntl.flock", flock)
-    with RunLock(RunFolder(RunFolder(tmp_path))):
+    with RunLock(RunFolder(tmp_path)):
         assert len(pauses) == 3

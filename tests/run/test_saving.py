@@ -20,8 +20,7 @@ from run.lock import RunLock
 from run.saver import Saver
 from system.errors import StorageLost, TrainingAborted
 from system.files import RETRY_SECONDS
-from tests.run.checkpoints import opened
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
+from tests.run.checkpoints import FACTS, KEEP_ALL, assert_equal, names, opened, saved, state_on
 
 STATE = state_on(1)[0]
 
@@ -132,7 +131,7 @@ def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypat
 
 def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_path, pauses):
     """Some disks let every machine have the lock."""
-    with RunLock(RunFolder(RunFolder(tmp_path))):
+    with RunLock(RunFolder(tmp_path)):
         checkpoints = opened(tmp_path, CheckpointConfig())
         checkpoints.save(10, STATE, FACTS)
         (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
@@ -144,7 +143,7 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
 @pytest.mark.parametrize("name", ["config.json", "lock", "20.orbax-checkpoint-tmp"])
 def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path, pauses, unanswered, name):
     facts = FACTS | {"config": {}}
-    with RunLock(RunFolder(RunFolder(tmp_path))):
+    with RunLock(RunFolder(tmp_path)):
         checkpoints = opened(tmp_path, KEEP_ALL)
         (tmp_path / "config.json").touch()
         checkpoints.save(10, STATE, facts)
@@ -184,7 +183,7 @@ def test_a_failure_that_follows_from_a_full_disk_does_not_hide_it():
 def test_in_a_notebook_s_event_loop_a_run_saves_and_restores(tmp_path):
     async def cell():
         state = saved(tmp_path)[3]
-        restored, _ = Checkpoints(RunFolder(RunFolder(tmp_path))).restore(3, state_on(1)[1])
+        restored, _ = Checkpoints(RunFolder(tmp_path)).restore(3, state_on(1)[1])
         assert_equal(restored, state._replace(step=restored.step))
 
     asyncio.run(cell())

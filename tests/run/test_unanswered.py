@@ -49,7 +49,7 @@ def test_a_log_of_items_keeps_its_lines(tmp_path, unanswered):
 
 def test_a_refused_start_deletes_no_record(tmp_path, unanswered):
     config = replace(tiny_config(), run_dir=str(tmp_path))
-    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(RunFolder(tmp_path))):
+    with pytest.raises(UserError, match="a shard has changed"), RunLock(RunFolder(tmp_path)):
         claim(config)
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "time": 1.0}\n')
         unanswered.add("metrics.jsonl")
@@ -69,7 +69,7 @@ def test_a_start_does_not_go_on_without_a_file_of_the_run(tmp_path, unanswered, 
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     if name == "config.json":
         with pytest.raises(StorageLost, match="Stale"):
-            config_of_run(RunFolder(RunFolder(tmp_path)))
+            config_of_run(RunFolder(tmp_path))
 
 
 def test_a_dataset_is_neither_prepared_again_nor_taken_for_text(tmp_path, unanswered, monkeypatch):

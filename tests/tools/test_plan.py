@@ -15,8 +15,8 @@ from hosts.topology import machines
 from run.folder import RunFolder
 from run.text import open_text_of_run
 from system.errors import Exit
+from tests.commands import write_folder
 from tests.helpers import tiny_config
-from tests.test_train import write_folder
 from tools import plan
 from tools.programs.compiled import compile_step
 from tools.programs.topologies import devices_of

@@ -11,7 +11,7 @@ from scipy import stats
 
 from configs.command_line import load_config, parse
 from configs.schema import with_options
-from tests.test_train import run, write_folder
+from tests.commands import run, write_folder
 from tools import tune
 from tools.noise import NoiseScale
 from tools.tune import Point, Runs, batch_for, difference, frontier, knee, rate_for, windows
