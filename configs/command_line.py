@@ -1,4 +1,4 @@
-"""The command line, parsed to a validated Config, and the codes with which commands exit."""
+"""The command line, parsed to a validated Config."""
 
 import argparse
 import importlib.util
@@ -10,21 +10,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import tyro
 
-from configs.schema import Config, Role, hints, options, roles
+from configs.schema import Config, Role, options, roles
 from configs.validation import check_types, resolved, validate, with_homes
-from system.errors import Exit, UserError
+from system.errors import UserError
+from system.exits import report
 from system.messages import repair_streams
 
 T = TypeVar("T")
+SWITCHES = tyro.constructors.ConstructorRegistry()
 Derive = Callable[[Config, set[str]], Config]
 HELP = {"-h", "--help"}
 TYRO_S_OWN = {"help", "tyro_print_completion", "tyro_write_completion"}
 ALIKE = 0.6  # of names that may be meant, as in difflib.get_close_matches
+
+
+@SWITCHES.primitive_rule
+def switch(option: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """Return how tyro reads a bool: `--deterministic`, `--deterministic=True` or `--deterministic=False`; None for an
+    option of another type."""
+    if option.type is not bool:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[{True,False}]",
+        instance_from_str=lambda words: words != ["False"],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+        choices=("True", "False"),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,8 +139,7 @@ def refuse_mistakes(parse_options: Callable[[str | None, type[Any]], Any], descr
     try:
         parse_options(description, kind)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(Exit.MISTAKE)
+        sys.exit(report(error))
 
 
 def _require_help(words: list[str]) -> None:
@@ -172,8 +189,15 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb and notebooks have none
     name = spec.name.removesuffix(".__main__") if spec else ""
     program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
-    spelled = _in_tyro_s_spelling(words, *sections)
-    return tyro.cli(kind, prog=program, description=description, args=spelled, use_underscores=True)
+    return tyro.cli(
+        kind,
+        prog=program,
+        description=description,
+        args=words,
+        use_underscores=True,
+        config=[tyro.conf.FlagConversionOff],
+        registry=SWITCHES,
+    )
 
 
 def _require_known(words: Sequence[str], *sections: type) -> None:
@@ -182,11 +206,9 @@ def _require_known(words: Sequence[str], *sections: type) -> None:
     known = [name for name, of in found.items() if Role.FILE not in of]
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        section, dot, last = name.rpartition(".")
-        names = {name, f"{section}{dot}{last.removeprefix('no_')}"}  # tyro's spelling of a switch that is off
-        if not word.startswith("--") or names & {*known, *TYRO_S_OWN}:
+        if not word.startswith("--") or name in {*known, *TYRO_S_OWN}:
             continue
-        if names & found.keys():
+        if name in found:
             raise UserError(f"--{name}: only a config file sets this option")
         likeness = {option: _likeness(name, option) for option in known}
         nearest = sorted(known, key=lambda option: likeness[option], reverse=True)[:3]
@@ -203,37 +225,6 @@ def _likeness(name: str, option: str) -> tuple[float, float]:
     whole = SequenceMatcher(None, name, option).ratio()
     part = 1.0 if of_option.startswith(last) else SequenceMatcher(None, last, of_option).ratio()
     return max(whole, part), whole
-
-
-def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
-    """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
-    code 2. `interrupted`: the message after Ctrl-C."""
-    repair_streams()
-    try:
-        return main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
-def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
-    """Return `--deterministic=False` as `--no_deterministic`, and `--deterministic=True` as `--deterministic`."""
-    kinds = {name: hint for section in sections for name, hint in hints(section).items()}
-    spelled = []
-    for word in words:
-        option, _, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        kind = kinds.get(name) if option.startswith("--") else None
-        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        section, dot, last = name.rpartition(".")
-        if kind is bool:
-            spelled.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
-        else:
-            spelled.append(word)
-    return spelled
 
 
 def config_from_json(text: str) -> Config:
