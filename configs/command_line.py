@@ -1,8 +1,6 @@
 """The command line, parsed to a validated Config."""
 
 import argparse
-import importlib.util
-import json
 import os
 import signal
 import sys
@@ -12,10 +10,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import tyro
 
-from configs.schema import Config, Role, options, roles
+from configs.files import load_config
+from configs.schema import Config, Role, roles
 from configs.validation import check_types, resolved, validate, with_homes
 from system.errors import UserError
 from system.exits import report
@@ -23,7 +21,6 @@ from system.messages import repair_streams
 
 T = TypeVar("T")
 SWITCHES = tyro.constructors.ConstructorRegistry()
-Derive = Callable[[Config, set[str]], Config]
 HELP = {"-h", "--help"}
 TYRO_S_OWN = {"help", "tyro_print_completion", "tyro_write_completion"}
 ALIKE = 0.6  # of names that may be meant, as in difflib.get_close_matches
@@ -48,39 +45,6 @@ def switch(option: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Pri
 @dataclass(frozen=True)
 class _NoMore:
     """Options of a command that has only the config's."""
-
-
-def load_config(path: str) -> tuple[Config, Derive]:
-    """Run the config file's `get_config()`, and find its `derive(config, given)`, which sets options that depend on the
-    given ones. Raise UserError if the file is missing, fails, or returns no Config."""
-    path = os.path.expanduser(path)  # a shell leaves the ~ of --config=~/mine.py
-    if not Path(path).is_file():
-        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
-        raise UserError(f"--config={path}: no such file; configs here: {known or 'none; run it in the repository'}")
-    spec = importlib.util.spec_from_file_location("run_config", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--config={path}: not a Python file; a config ends in .py and defines get_config() -> Config")
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # a file's sys.exit(0) must not look like a complete run
-            raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
-
-    def require_config(config: Any, name: str) -> Config:
-        if not isinstance(config, Config):
-            raise UserError(f"--config={path}: the file must define {name}() that returns a configs.schema.Config")
-        return config
-
-    def derive(config: Config, given: set[str]) -> Config:
-        return require_config(call(module.derive, config, given), "derive")
-
-    call(loader.exec_module, module)
-    config = require_config(call(module.get_config) if hasattr(module, "get_config") else None, "get_config")
-    return config, derive if hasattr(module, "derive") else lambda config, given: config
 
 
 def parse(
@@ -225,26 +189,3 @@ def _likeness(name: str, option: str) -> tuple[float, float]:
     whole = SequenceMatcher(None, name, option).ratio()
     part = 1.0 if of_option.startswith(last) else SequenceMatcher(None, last, of_option).ratio()
     return max(whole, part), whole
-
-
-def config_from_json(text: str) -> Config:
-    """Return the Config that `json.dumps(dataclasses.asdict(config))` wrote. Raise UserError for another version's
-    options."""
-    try:
-        config = msgspec.json.decode(text, type=Config)
-    except msgspec.ValidationError as error:
-        raise UserError(f"config.json is from another version: {error}") from error
-    if unknown := _names(json.loads(text)) - options(config).keys():
-        names = sorted(unknown)
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        raise UserError(
-            f"config.json has options that this version does not know: {', '.join(names[:3])}{more}; use the run with "
-            "the commit that began it"
-        )
-    return config
-
-
-def _names(values: dict[str, Any]) -> set[str]:
-    """Return the options' command-line names in nested dictionaries."""
-    nested = {name: _names(value) if isinstance(value, dict) else () for name, value in values.items()}
-    return {f"{name}.{inner}" if inner else name for name, names in nested.items() for inner in names or ("",)}

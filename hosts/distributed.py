@@ -31,6 +31,9 @@ JOIN_SECONDS = 30 * 60  # for the last host: as long as a cluster takes to start
 HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as lost
 EXCHANGES = "tokensum/exchange"  # in the service's store: the values that processes exchange
 
+KINDS = list(CODES)
+"""What all processes raise if some fail: the first of these that one of them has (`on_every_process`)."""
+
 T = TypeVar("T")
 
 
@@ -210,14 +213,11 @@ def on_first_process(function: Callable[[], Any]) -> Any:
     return json.loads(exchange("the first process's answer", answer)[0])
 
 
-KINDS = list(CODES)
-
-
 def on_every_process(what: str, function: Callable[[], T]) -> T:
-    """Return the result of `function` here, once it has returned on every process. If it raises an exception on some,
-    all raise the `shared_kind` of one, the first in KINDS, with the process's number; but where an exception of no kind
-    of ours was raised, it stays. So all end with one exit code. `function` must not exchange, nor wait for another
-    process without end."""
+    """Return the result of `function` here, once it has returned on every process. If it fails on some, all raise the
+    first of their errors' `shared_kind`s in KINDS, with the process's number. A process that has an error of its own
+    raises that instead of FailedElsewhere. So all end with one exit code. `function` must not exchange, nor wait for
+    another process without end."""
     if distributed.global_state.num_processes == 1:
         return function()
     failure: Exception | None = None

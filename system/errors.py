@@ -61,8 +61,8 @@ CODES: dict[type[Exception], Exit] = {
     NoCheckpoint: Exit.UNREADABLE,
     Damaged: Exit.UNREADABLE,
     TrainingAborted: Exit.FAILED,
-    FailedElsewhere: Exit.FAILED,
     OutputClosed: Exit.FAILED,
+    FailedElsewhere: Exit.FAILED,
 }
-"""The exit code of each of our exceptions. If processes fail differently, all raise the one that stands first here
-(`hosts.distributed.on_every_process`)."""
+"""The exit code of each of our exceptions; system/exits.py adds those of others. If processes fail differently, all
+raise the one that stands first here (`hosts.distributed.on_every_process`)."""

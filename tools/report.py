@@ -17,7 +17,8 @@ import numpy as np
 import tyro
 from plotly.offline import get_plotlyjs
 
-from configs.command_line import config_from_json, parse_arguments
+from configs.command_line import parse_arguments
+from configs.files import config_from_json
 from configs.schema import AnyPaths, FilePath, options
 from run.folder import RunFolder
 from system.errors import Exit, UserError

@@ -13,7 +13,8 @@ import evaluate
 import sample
 import train
 from configs.arguments import StartArguments
-from configs.command_line import config_from_json, load_config, parse, parse_arguments, parse_own
+from configs.command_line import parse, parse_arguments, parse_own
+from configs.files import config_from_json, load_config
 from configs.schema import Config, EvalConfig, Role, hints, options
 from configs.validation import validate
 from system.errors import UserError
