@@ -113,7 +113,7 @@ def test_threads_that_wait_for_a_disk_keep_no_command_that_has_ended():
     ("encoding", "closed", "out", "err", "module", "start"),
     [
         ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n", "hosts.runtime", "run_command"),
-        ("latin-1", "2>&-", "é \\u65e5\n", "", "configs.command_line", "exit_code_of"),
+        ("latin-1", "2>&-", "é \\u65e5\n", "", "system.exits", "exit_code_of"),
         ("utf-8", ">&- 2>&- <&-", "", "", "hosts.runtime", "run_command"),
     ],
 )

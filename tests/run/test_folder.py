@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.command_line import config_from_json
+from configs.files import config_from_json
 from configs.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from hosts.runtime import versions
 from run.folder import RunFolder

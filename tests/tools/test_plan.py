@@ -9,12 +9,13 @@ import jax
 import pytest
 
 from configs import plain
-from configs.command_line import exit_code_of, parse
+from configs.command_line import parse
 from configs.schema import with_options
 from hosts.topology import machines
 from run.folder import RunFolder
 from run.text import open_text_of_run
 from system.errors import Exit
+from system.exits import exit_code_of
 from tests.commands import write_folder
 from tests.helpers import tiny_config
 from tools import plan

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from configs.command_line import load_config, parse
+from configs.command_line import parse
+from configs.files import load_config
 from configs.schema import with_options
 from tests.commands import run, write_folder
 from tools import tune
