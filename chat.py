@@ -43,15 +43,17 @@ if __name__ == "__main__":
 
 import jax
 
-from evaluation.engine import Engine
-from evaluation.network import mesh_of_first, open_network, require_chat_tokens
+from data.conversation import require_chat_tokens
+from generation.engine import Engine
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.sampling import Sampling
 from run.folder import RunFolder
+from run.network import open_network
 from serving.model import model_of, size_of
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
+from training.mesh import mesh_of_first
 
 
 def main() -> int:
@@ -80,7 +82,7 @@ def main() -> int:
         terminal.say(arguments.prompt)
         return 0
     note(
-        f"{arguments.run_dir}, step {network.step}: {size_of(network.config)}, {network.dtype.name} on "
+        f"{arguments.run_dir}, step {network.step}: {size_of(network.config)}, {network.sharded.dtype.name} on "
         f"{jax.default_backend()}; {engine.capacity} tokens a row, and beyond {terminal.limit} the oldest turns are "
         "left out; /help"
     )

@@ -67,13 +67,13 @@ from data.prepare.corpus import Document
 from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
 from evaluation.core import Task
 from evaluation.evaluator import evaluate
-from evaluation.network import Network, open_network
 from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
 from evaluation.texts import bits_of, compared, figures, read_documents
 from hosts.distributed import on_every_process
 from hosts.runtime import cache_dir, run_command, start_jax
 from run.config_json import config_of_run
 from run.folder import RunFolder
+from run.network import Network, open_network
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
 from training.step import Batch, make_eval_step

@@ -24,9 +24,13 @@ class Arguments(SamplingArguments):
 if __name__ == "__main__":
     refuse_mistakes(parse_arguments, __doc__, Arguments)  # before the imports, which take seconds
 
-from evaluation.evaluator import continuations, encode_prompts
-from evaluation.network import mesh_of_first, open_network
+from data.prompts import encode_prompts
+from generation.continuations import continuations
+from generation.engine import Engine
 from hosts.runtime import run_command, start_jax
+from model.sampling import Sampling
+from run.network import open_network
+from training.mesh import mesh_of_first
 
 
 def main() -> int:
@@ -44,17 +48,8 @@ def main() -> int:
             f"--tokens={arguments.tokens}: the network's sequence has {capacity} tokens, and the longest prompt leaves "
             f"room for {room}"
         )
-    texts = continuations(
-        network.generate(),
-        network.params,
-        network.tokenizer,
-        encoded,
-        tokens=arguments.tokens or min(128, room),
-        capacity=capacity,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    )
+    sampling = Sampling(arguments.temperature, arguments.top_k, seed=arguments.seed)
+    texts = continuations(Engine(network, len(encoded)), encoded, arguments.tokens or min(128, room), sampling)
     for i, text in enumerate(texts):
         print(f"--- {i + 1} of {len(texts)}, step {network.step}\n{text}")
     return 0

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import jax
 
 from data.dataset import Text
+from evaluation.benchmark import benchmark_of_run
 from evaluation.evaluator import Evaluator
 from hosts.clock import Timeline
 from hosts.runtime import run_command, start_jax
@@ -62,7 +63,8 @@ def train(
 
 def text_source(built: Build, text: Text, start: ResumePoint) -> Source:
     """Return a text's rows after a point as the source of batches, which evaluates on held-out text."""
-    return TextSource(built, text, start, Evaluator(built, text))
+    benchmark = benchmark_of_run(built, text) if built.config.eval.tasks else None
+    return TextSource(built, text, start, Evaluator(built, text, benchmark))
 
 
 ON_TEXT = Stage(open_text_of_run, text_source)

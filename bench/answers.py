@@ -17,12 +17,13 @@ from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, Positive
 from data.dataset_folder import open_dataset
 from data.prepare.chat_stdlib import GREETING, THANKS
-from evaluation.engine import Engine
-from evaluation.network import Network, mesh_of_first, open_network
+from generation.engine import Engine
 from hosts.runtime import run_command, start_jax
 from model.sampling import Sampling
 from reinforcement.rollouts import figures_of
+from run.network import Network, open_network
 from system.files import cache_dir
+from training.mesh import mesh_of_first
 
 POLITE = {GREETING[1], THANKS[1]}  # answers that say nothing about the library
 SHORT = 3  # words of a true answer that must be met completely

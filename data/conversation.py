@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
+from system.errors import UserError
 
 PARTS = {"text": ("", ""), "python": CHAT_TOKENS[4:6], "python_output": CHAT_TOKENS[6:8]}
 ROLES = {"developer": "system", "function": "tool"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -158,3 +159,12 @@ def render(
         pieces.append(special["<|assistant_start|>"])
     encoded = iter((encode or tokenizer.encode)([piece for piece in pieces if isinstance(piece, str)]))
     return [token for piece in pieces for token in (next(encoded) if isinstance(piece, str) else [piece])]
+
+
+def require_chat_tokens(tokenizer: TextTokenizer, run: str = "RUN") -> None:
+    """Raise UserError if the tokenizer of `run` cannot encode conversations."""
+    if missing := tokenizer.missing_chat_tokens:
+        raise UserError(
+            f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it: "
+            f"python train.py --config=configs/chat.py --init_from={run}"
+        )

@@ -7,9 +7,10 @@ from typing import Any
 from data.dataset import Text
 from evaluation.chat_core import ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
-from evaluation.evaluator import Interrupted
-from evaluation.network import Network
+from evaluation.evaluator import Benchmark, Interrupted
+from evaluation.scorer import Scorer
 from hosts.distributed import check_hosts_agree, on_every_process
+from run.network import Network
 from training.build import Build
 
 BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
@@ -24,7 +25,7 @@ def read_tasks(name: str, bundle: str, items: int | None) -> list[Task]:
 
 def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
     """Return a benchmark on the network's mesh, called with its parameters. Every process must call it."""
-    scorer = network.scorer(READS * network.config.batch.sequence_length)
+    scorer = Scorer(network, READS * network.config.batch.sequence_length)
 
     def made() -> Core:
         return ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
@@ -34,7 +35,7 @@ def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
     return core
 
 
-def benchmark_of_run(built: Build, text: Text) -> Callable[[dict, Callable[[], bool]], dict[str, Any]]:
+def benchmark_of_run(built: Build, text: Text) -> Benchmark:
     """Return `benchmark(params, should_stop)` for `eval.tasks`. It returns the lines of metrics.jsonl: the figure, its
     interval of 95%, and each task's centred accuracy. It raises Interrupted once `should_stop()`, asked after a task.
     """

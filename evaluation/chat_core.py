@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from data.conversation import render
+from data.conversation import render, require_chat_tokens
 from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu
 from evaluation.core import Core, Task
-from evaluation.engine import Engine
-from evaluation.network import Network, require_chat_tokens
 from evaluation.scorer import Question, Scorer
+from generation.engine import Engine
 from model.sampling import Sampling
+from run.network import Network
 from system.errors import UserError
 from system.progress import progress
 from training.mesh import batch_devices
@@ -135,7 +135,7 @@ class ChatCore(Core):
 
     def written(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the lines of items as their greedy answers end. A question that leaves no room in the row is wrong."""
-        together = self.network.config.batch.rows * batch_devices(self.network.mesh)  # as rows in training
+        together = self.network.config.batch.rows * batch_devices(self.network.sharded.mesh)  # as rows in training
         engine = Engine(replace(self.network, params=params), min(together, len(indices)))
         prompts = {index: self.prompt(task, index) for index in indices}
         fit = [index for index, prompt in prompts.items() if len(prompt) < engine.capacity]

@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import BATCH_AXES, BatchConfig
+from configs.schema import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
+from run.network import Network
 from system.progress import progress
 from training.mesh import batch_devices, xla_options
 from training.sharded import ShardedNetwork
@@ -122,14 +123,15 @@ class Scorer:
     """Scores questions. Called with parameters and questions, it yields each question with its scores, grouped by
     shape. Every process must consume all of it."""
 
-    def __init__(self, network: ShardedNetwork, batch: BatchConfig, longest: int | None = None):
-        """Take `longest`: the most tokens that the network reads; by default the length of a row of `batch`."""
+    def __init__(self, network: Network, longest: int | None = None):
+        """Take `longest`: the most tokens that the network reads; by default the length of a row in training."""
+        batch, on_mesh = network.config.batch, network.sharded
         self.longest = longest or batch.sequence_length
-        self.facts = {"dtype": network.dtype.name, "longest": self.longest, "window": batch.sequence_length}
+        self.facts = {"dtype": on_mesh.dtype.name, "longest": self.longest, "window": batch.sequence_length}
         """The facts, other than parameters and questions, that scores depend on."""
         self.tokens_per_device = batch.rows * batch.sequence_length
-        self.replicas = batch_devices(network.mesh)
-        self.score = make_score(network, batch.sequence_length)
+        self.replicas = batch_devices(on_mesh.mesh)
+        self.score = make_score(on_mesh, batch.sequence_length)
 
     def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
         hidden = jax.process_index() > 0

@@ -20,10 +20,10 @@ from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
 from data.prepare.selection import hash_share, text_lost
-from evaluation.network import Network
-from evaluation.scorer import Question
+from evaluation.scorer import Question, Scorer
 from evaluation.statistics import ratio, student_interval
 from hosts.distributed import check_hosts_agree, on_every_process
+from run.network import Network
 from system.errors import UserError
 from system.files import is_there
 
@@ -76,7 +76,7 @@ def _held_out(source: str, most: int, cache: Path) -> Iterator[Document]:
 def bits_of(network: Network, given: str, documents: Sequence[Document]) -> Float[np.ndarray, "documents"]:
     """Return the bits of each document. `given` names the network. Raise UserError if its tokenizer loses text: what
     it drops would cost no bits. Every process must call it."""
-    tokenizer, scorer, texts = network.tokenizer, network.scorer(), [document.text for document in documents]
+    tokenizer, scorer, texts = network.tokenizer, Scorer(network), [document.text for document in documents]
 
     def require_no_loss() -> None:
         if lost := text_lost(tokenizer, {document.name: document.text for document in documents}):

@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Int
 
 from configs.schema import MeshConfig, ModelConfig
-from evaluation.network import Network, open_network
 from evaluation.texts import read_documents
 from hosts.runtime import cache_dir
 from model.loss import softcap
+from run.network import Network, open_network
 from system.errors import UserError
 from training.mesh import make_mesh
 from training.sharded import split_model

@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass
 
 from configs.schema import Config
 from configs.validation import require_steps
-from data.conversation import render
+from data.conversation import render, require_chat_tokens
 from data.tokenizer import TextTokenizer, load_tokenizer
-from evaluation.network import require_chat_tokens
 from hosts.distributed import check_hosts_agree, on_every_process
 from reinforcement.tasks import TASKS, Problem, Task
 from run.folder import RunFolder

@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float
 
 from configs.schema import Config, with_options
-from evaluation.engine import Answer, Engine
-from evaluation.network import Network
 from evaluation.statistics import mean_share_interval
+from generation.engine import Answer, Engine
 from model.sampling import Sampling
 from reinforcement.questions import Questions, answers_of_step, prompt_of
 from reinforcement.tasks import Problem
+from run.network import Network
 from run.source import ResumePoint, StepBatch
 from training.build import Build
 from training.mesh import batch_devices
@@ -80,7 +80,7 @@ class Rollouts:
     ) -> list[Rollout] | None:
         """Return an answer to each question, in their order; None once `should_stop()`, asked after each answer. A
         question that leaves no room for an answer has an empty one."""
-        self.engine.restart(params)
+        self.engine.load(params)
         most = self.engine.capacity
         prompts = {problem: prompt_of(self.tokenizer, problem) for problem, _ in asked}
         answers = [Answer(sampling, 0, 0, finished="length") for _, sampling in asked]
@@ -188,7 +188,7 @@ def rollouts_of(built: Build, questions: Questions, start: ResumePoint) -> Rollo
     per_row = config.batch.sequence_length // config.reinforce.tokens
     slots = config.batch.rows * per_row * batch_devices(built.mesh)
     short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
-    network = Network(short, questions.tokenizer, start.state.params, built.network)
+    network = Network(short, questions.tokenizer, {}, built.network)
     return Rollouts(built, questions, Engine(network, min(slots, answers_of_step(config))))
 
 

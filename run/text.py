@@ -8,7 +8,7 @@ from configs.schema import Config
 from configs.validation import validate
 from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows, train_batches
-from evaluation.evaluator import encode_prompts
+from data.prompts import encode_prompts
 from hosts.clock import running_seconds
 from hosts.distributed import check_hosts_agree, on_every_process
 from run.folder import RunFolder

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from data.tokenizer import TextTokenizer
-from evaluation.engine import Answer, Engine
+from generation.engine import Answer, Engine
 from model.sampling import Sampling
 from run.checkpoint_files import outside_event_loop
 from serving.model import Model

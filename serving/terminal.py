@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from data.conversation import render
-from evaluation.engine import Answer, Engine
+from generation.engine import Answer, Engine
 from model.sampling import Sampling
 from serving.text import AnswerText
 from system.errors import UserError

@@ -50,7 +50,7 @@ from tests.fake_gcs import FakeGCS
 gc.freeze()
 gc.set_threshold(200_000, 20, 20)
 jax.config.update("jax_num_cpu_devices", 8)
-checked = ["model", "training", "data", "evaluation", "interchange", "reinforcement", "tools.programs"]
+checked = ["model", "training", "data", "evaluation", "generation", "interchange", "reinforcement", "tools.programs"]
 install_import_hook(checked, "beartype.beartype")
 # Compiling and drawing an example is slow on a shared machine.
 slow = [hypothesis.HealthCheck.too_slow]

@@ -225,7 +225,7 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
 def test_an_exported_and_converted_network_is_evaluated_like_its_run(folder, untouched, monkeypatch, capsys):
     """Export in transformers' format, as nanochats are published."""
     # A folder does not record its compute type. Some versions of JAX would choose bfloat16 here.
-    monkeypatch.setattr("evaluation.network.compute_dtype", lambda *of: jnp.dtype("float32"))
+    monkeypatch.setattr("run.network.compute_dtype", lambda *of: jnp.dtype("float32"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
     assert export.main() == 0

@@ -197,3 +197,9 @@ def resized(x: Any, shape: Sequence[int]) -> Any:
         return x
     x = x[tuple(map(slice, shape))]
     return jnp.pad(x, [(0, size - length) for size, length in zip(shape, x.shape)])
+
+
+def mesh_of_first(config: MeshConfig) -> Mesh:
+    """Return a mesh of as many of the devices here as it needs. Raise UserError if there are too few."""
+    count = config.data * config.fsdp * config.tensor
+    return make_mesh(config, jax.devices()[:count] if count > 0 else None)

@@ -1,6 +1,6 @@
 """The network on a mesh: how each device stores its parameters, gathers them, and sums gradients with respect to them.
 
-`training.build.build` makes it once for a run, and `evaluation.network.Network` once for an evaluation. What needs to
+`training.build.build` makes it once for a run, and `run.network.Network` once for an evaluation. What needs to
 know how parameters are divided asks it.
 """
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
-from evaluation.network import Network
+from run.network import Network
 from tests.evaluation import core_bundle
 from tests.evaluation.core_bundle import CONFIG, LONGEST, network_of, words
 

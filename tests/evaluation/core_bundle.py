@@ -14,7 +14,7 @@ import yaml
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
-from evaluation.network import Network
+from run.network import Network
 from tests.helpers import perturbed
 from training.mesh import make_mesh
 from training.sharded import shard_network, split_model

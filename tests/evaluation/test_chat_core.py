@@ -15,8 +15,9 @@ import pytest
 
 from configs.schema import EvalConfig, MeshConfig
 from data.dataset import Text
+from data.loader import Mixture
 from evaluate import evaluate_core
-from evaluation.benchmark import BENCHMARKS
+from evaluation.benchmark import BENCHMARKS, benchmark_of_run
 from evaluation.chat_core import read_chat_tasks
 from evaluation.evaluator import Evaluator
 from system.errors import UserError
@@ -56,24 +57,18 @@ def test_every_item_equals_nanochat_s_chat_eval(sets, tmp_path, monkeypatch):
     assert evaluate() == results
 
 
-class Chats(Text):
-    """What an evaluation reads of a run's text."""
-
-    weights = (1.0,)  # pyright: ignore
-
-
 @pytest.mark.medium
 def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_to_stop(sets, tmp_path, monkeypatch):
     ours = network()
     options = EvalConfig(tasks="chatcore", bundle=str(sets), items=3, tokens=2 * LONGEST, prompts=())
     config = replace(ours.config, eval=options, mesh=MeshConfig(1))
-    text = object.__new__(Chats)
-    vars(text).update(val=[], tokenizer=ours.tokenizer, names=["chats"], document_bos=None)
+    text = Text(["chats"], [], [], Mixture([]), ours.tokenizer, None, "", 0)
     monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], np.zeros((1, 0), int)))
     monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
     tasks = [task for task in read_chat_tasks(str(sets), 3) if task.label == "MMLU"]
     monkeypatch.setitem(BENCHMARKS, "chatcore", lambda folder, items: tasks if items == 3 else [])
-    evaluator = Evaluator(build(config, jax.devices()[:1]), text)
+    built = build(config, jax.devices()[:1])
+    evaluator = Evaluator(built, text, benchmark_of_run(built, text))
     figures = evaluator(ours.params, lambda: False)
     assert figures["val_loss"] == 1.0 and evaluator(ours.params, lambda: True) is None
     expected = evaluate_core(ours, tasks, tmp_path, "chatcore")

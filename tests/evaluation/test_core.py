@@ -13,7 +13,7 @@ import pytest
 from evaluate import evaluate_core
 from evaluation.core import KINDS, READS, Core, Task, encode, figures, judge, read_bundle
 from evaluation.results import AT_A_TIME, ItemLog
-from evaluation.scorer import Scores, by_shape, chunk_of, tokens_of
+from evaluation.scorer import Scorer, Scores, by_shape, chunk_of, tokens_of
 from system.errors import UserError
 from tests.evaluation.core_bundle import LONGEST, TASKS, make_bundle, network, tokenizer
 
@@ -31,7 +31,7 @@ def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST):
     """Return the lines of all items of these tasks, in order."""
     ours, log = network(devices), ItemLog()
     tasks = [task for task in read_bundle(str(bundle), None) if task.label in labels]
-    Core(tasks, tokenizer(), ours.scorer(longest))(ours.params, log)
+    Core(tasks, tokenizer(), Scorer(ours, longest))(ours.params, log)
     return sorted(log, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from evaluation.evaluator import make_generate
 from evaluation.scorer import make_score
+from generation.engine import Engine
+from run.network import Network
+from tests.generation.networks import TOKENIZER
 from tests.helpers import tiny_config
 from training.build import build
 
@@ -20,9 +22,7 @@ def compile_all(config) -> list:
         lambda: built.train_step.lower(built.abstract_state, batch).compile(),
         lambda: built.measuring_step.lower(built.abstract_state, batch).compile(),
         lambda: built.eval_step.lower(params, batch).compile(),
-        lambda: make_generate(built.network)(
-            built.create_state().params, numbers(1, 4), numbers(1), numbers(1), prefill=1, temperature=1.0, top_k=2
-        ),
+        lambda: Engine(Network(config, TOKENIZER, built.create_state().params, built.network)).compile(),
         lambda: make_score(built.network, 8)(built.create_state().params, *score),
     ]
 
@@ -30,7 +30,7 @@ def compile_all(config) -> list:
 @pytest.mark.medium
 def test_programs_that_a_run_records_take_the_options(monkeypatch):
     """On an H100, the evaluation of equal runs differed in its last bits without them."""
-    for module in ("training.step", "evaluation.evaluator", "evaluation.scorer"):
+    for module in ("training.step", "generation.engine", "evaluation.scorer"):
         monkeypatch.setattr(f"{module}.xla_options", lambda *_: {"xla_no_such_option": True})
     for compile_one in compile_all(tiny_config()):
         with pytest.raises(JaxRuntimeError, match="xla_no_such_option"):

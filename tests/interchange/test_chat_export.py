@@ -23,11 +23,11 @@ from data.conversation import PARTS, messages_of, render
 from data.packing import learned
 from data.prepare.selection import add_chat_tokens, train_tokenizer
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
-from evaluation.engine import Engine
-from evaluation.network import Network
+from generation.engine import Engine
 from interchange.card import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
+from run.network import Network
 from tests.helpers import arrays_of, sharded
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401

@@ -10,12 +10,12 @@ import pytest
 
 from configs.schema import MeshConfig, ReinforceConfig, with_options
 from data.tokenizer import CHAT_TOKENS
-from evaluation.engine import Answer, Engine
+from generation.engine import Answer, Engine
 from model.sampling import Sampling
 from reinforcement.questions import Questions
 from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of, pass_at
 from reinforcement.tasks import Problem, Sums
-from tests.evaluation.test_engine import SPECIAL, TOKENIZER
+from tests.generation.networks import SPECIAL, TOKENIZER
 from tests.helpers import ALL_FEATURES, built_on, distance, initial_state, perturbed, tiny_config
 from training.mesh import resized
 from training.state import stored_as
@@ -115,7 +115,7 @@ def test_a_question_without_room_has_an_empty_answer_and_no_weight():
         def __init__(self):
             self.capacity = 20
 
-        def restart(self, params):
+        def load(self, params):
             pass
 
         def answers(self, wanted):

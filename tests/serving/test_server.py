@@ -31,7 +31,7 @@ from serving.model import Model
 from serving.server import Batcher, Service, listener, make_server, run_server, serve
 from serving.text import AnswerText
 from system.errors import UserError
-from tests.evaluation.test_engine import network
+from tests.generation.networks import network
 from tests.ports import free_ports
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
@@ -40,7 +40,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class FakeEngine:
-    """An evaluation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
+    """An generation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
 
     def __init__(self, script: Callable[[list[int]], Iterable[int]], slots: int = 1):
         self.script, self.slots, self.capacity = script, slots, 200

@@ -11,13 +11,13 @@ import pytest
 import chat
 from configs.schema import with_options
 from data.conversation import render
-from evaluation.engine import Engine
-from evaluation.network import Network
+from generation.engine import Engine
 from interchange.convert import write_run
 from model.sampling import Sampling
+from run.network import Network
 from serving.terminal import Terminal
 from system.errors import UserError
-from tests.evaluation.test_engine import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
+from tests.generation.networks import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
 
 ASK, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]
 LETTERS = {text: TOKENIZER.encode([text])[0] for text in ("Zé€!", "xy")}

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from evaluation.evaluator import make_generate
+from generation.engine import LONG, Engine
+from run.network import Network
+from tests.generation.networks import TOKENIZER
 from tests.helpers import tiny_config
 from training.build import build
 
@@ -35,13 +36,12 @@ def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
     config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))
     built = build(config, jax.devices()[:1])
     state, batch = built.abstract_state, built.abstract_batch()
-    generate: Any = make_generate(built.network)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    options = {"prefill": 128, "temperature": 0.0, "top_k": 0}
+    engine = Engine(Network(config, TOKENIZER, {}, built.network))
+    cache = jax.eval_shape(engine._empty, state.params)
     programs = {
         "step": built.train_step.trace(state, batch),
         "evaluation": built.eval_step.trace(state.params, batch),
-        "generation": generate.trace(state.params, ints(1, 130), ints(1), ints(1), **options),
+        "generation": engine._read.trace(state.params, cache, engine.parts({}, 1, LONG)),
     }
     return {name: products(program.jaxpr) for name, program in programs.items()}
 

@@ -1,47 +1,40 @@
-"""Compare the engine's answers with model.sampling's, whatever other requests run and whatever a cache contains."""
+"""Compare the engine's answers with draws after complete passes, whatever other requests run and a cache contains."""
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import jax
 import numpy as np
 import pytest
 
-from data.prepare.selection import train_tokenizer
 from data.tokenizer import CHAT_TOKENS
-from evaluation.engine import Engine
-from evaluation.network import Network
-from model.sampling import Sampling
+from generation.engine import Engine
+from model.loss import softcap
+from model.sampling import Sampling, draw
 from system.errors import UserError
-from tests.evaluation.core_bundle import network_of, off_zero
-from tests.helpers import ALL_FEATURES, TINY
+from tests.generation.networks import DRAWN, GREEDY, LENGTH, PROMPTS, SPECIAL, TOKENIZER, chain, network
 
-LENGTH = 192
-TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
-SPECIAL = TOKENIZER.special_tokens
 ENDS = {TOKENIZER.bos, SPECIAL["<|assistant_end|>"]}
-GREEDY, DRAWN = Sampling(0.0, 0), Sampling(1.0, 20, seed=3)
-DRAW = np.random.default_rng(0)
-PROMPTS = [[0, *DRAW.integers(9, 272, size=size).tolist()] for size in (2, 31, 32, 150)]
 
 
 @cache
-def network(devices=1, **options) -> Network:
-    """Return a network with all of nanochat's features, unless `options` change them."""
-    model = replace(TINY, **(options or ALL_FEATURES | {"depth": 2}))
-    return network_of(model, off_zero(model), TOKENIZER, LENGTH, devices)
+def expected(sampling: Sampling) -> list[list[int]]:
+    """Return twelve tokens after each of PROMPTS up to the first end, each drawn after a pass over its whole row."""
+    ours = network()
+    model, rows = ours.sharded.with_params(ours.params), np.zeros((len(PROMPTS), LENGTH), np.int32)
+    options = Sampling(*(np.full(len(PROMPTS), value) for value in sampling._replace(top_p=np.float32(1))))
 
+    @jax.jit
+    def following(rows, lengths):
+        logits = model(rows)[0][np.arange(len(PROMPTS)), lengths - 1]
+        return draw(softcap(logits, model.config.softcap), lengths, options)
 
-@cache
-def expected(sampling, devices=1):
-    """Return model.sampling's twelve tokens after each of PROMPTS up to the first end."""
-    ours, rows = network(devices), np.zeros((len(PROMPTS), 163), np.int32)
     for row, prompt in zip(rows, PROMPTS):
         row[: len(prompt)] = prompt
-    lengths, seeds = np.array([*map(len, PROMPTS)], np.int32), np.full(len(PROMPTS), sampling.seed, np.int32)
-    options = {"prefill": 3, "temperature": sampling.temperature, "top_k": sampling.top_k}
-    rows = np.asarray(ours.generate()(ours.params, rows, lengths, seeds, **options))
+    lengths = np.array([*map(len, PROMPTS)], np.int32)
+    for _ in range(12):
+        rows[np.arange(len(PROMPTS)), lengths] = following(rows, lengths)
+        lengths += 1
     new = [row[len(prompt) :][:12].tolist() for row, prompt in zip(rows, PROMPTS)]
     return [next((ids[:i] for i, token in enumerate(ids) if token in ENDS), ids) for ids in new]
 
@@ -58,12 +51,7 @@ def finish(engine, *answers):
 
 
 @pytest.mark.medium
-def test_generate_draws_one_device_s_tokens_on_a_mesh_of_all_axes():
-    assert expected(DRAWN, 8) == expected(DRAWN)
-
-
-@pytest.mark.medium
-def test_tokens_equal_one_device_s_generate_on_a_mesh_of_all_axes_whatever_other_requests_run():
+def test_tokens_equal_those_of_complete_passes_on_a_mesh_of_all_axes_whatever_other_requests_run():
     engine = engine_of_four(8)
     for sampling in DRAWN, GREEDY:
         answers = []
@@ -133,23 +121,12 @@ def test_a_restarted_engine_answers_to_the_bit_as_a_new_one_with_those_parameter
     used = engine_of_four()
     used.begin(PROMPTS[1], DRAWN)
     used.step()
-    used.restart(other)
+    used.load(other)
     fresh = Engine(replace(network(), params=other), 4)
     tokens = [[answer.tokens for _, answer in engine.answers(asked)] for engine in (used, fresh)]
     assert tokens[0] == tokens[1] and used.free == 4
     assert (used._read._cache_size(), used._write._cache_size()) == (2, 1)
-    used.restart(network().params)
-
-
-def chain(*tokens):
-    """Return a network that follows each of these tokens by the next one."""
-    ours = network(depth=1, width=128, heads=4, head_dim=32)
-    params = jax.tree.map(np.zeros_like, jax.device_get(ours.params))
-    vectors = np.random.default_rng(0).standard_normal((272, 128)).astype(np.float32)
-    params["embed"]["table"] = vectors
-    for token, after in pairwise(tokens):
-        params["lm_head"]["kernel"][:, after] += vectors[token]
-    return replace(ours, params=jax.device_put(params))
+    used.load(network().params)
 
 
 def test_it_stops_and_a_call_of_python_is_followed_by_its_output():

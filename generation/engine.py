@@ -19,13 +19,13 @@ from jaxtyping import Array, Int
 
 from configs.schema import BATCH_AXES
 from data.tokenizer import CHAT_TOKENS
-from evaluation.calculator import calculate
-from evaluation.network import Network
+from generation.calculator import calculate
 from model.cache import LayerCache
 from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
+from run.network import Network
 from system.errors import UserError
 from training.mesh import batch_devices, xla_options
 
@@ -134,8 +134,9 @@ class Engine:
     """Call `begin` for each answer, and then `step` until it is finished."""
 
     def __init__(self, network: Network, slots: int = 1):
-        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over."""
-        mesh, dtype = network.mesh, network.dtype
+        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over. A network without
+        parameters gets them later (`load`)."""
+        mesh, self.dtype = network.sharded.mesh, network.sharded.dtype
         self.devices = batch_devices(mesh)
         self.slots_per_device = -(-slots // self.devices)  # on a device
         # Least recently used first. Those after each other are on different devices, which read at the same time.
@@ -148,17 +149,20 @@ class Engine:
         self.tokenizer = network.tokenizer
         _, _, _, end, *self.tools = (self.tokenizer.special_tokens.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
-        self.dtype, self.params = dtype, compute_params(network.params, dtype)
         over = network.sharded.on_mesh
         empty = lambda model: model.empty_cache(self.slots_per_device, self.capacity).layers
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
-        self.cache = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])(self.params)
+        self._empty = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])
         # With JAX 0.10, XLA's fusions for YNNPACK take a CPU a third more time: few rows, and the sums of a draw.
-        cpu = jax.default_backend() == "cpu"
-        options = {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu else xla_options(mesh)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        options = xla_options(mesh) | ({"xla_cpu_experimental_ynn_fusion_type": ""} if on_cpu else {})
         of_slots = partial(jax.jit, donate_argnums=1, out_shardings=outs, compiler_options=options)
         self._read = of_slots(over(read, (CACHE, ROWS), (CACHE, ROWS)))
         self._write = of_slots(over(write, (CACHE, ROWS), (CACHE, ROWS)))
+        self.params: dict = {}
+        self.cache: list[LayerCache] | None = None
+        if network.params:
+            self.load(network.params)
 
     def compile(self) -> None:
         """Compile the programs, for which the first answers would wait."""
@@ -166,13 +170,19 @@ class Engine:
             self._call(self._read, {}, self.devices, length)
         self._call(self._write, {}, len(self.slots), 1)
 
-    def restart(self, params: dict) -> None:
-        """Take other float32 parameters, drop every answer and forget what the caches have: as a new engine, without
+    def load(self, params: dict) -> None:
+        """Take float32 parameters, drop every answer and forget what the caches have: as a new engine, without
         compiling."""
         self.params = compute_params(params, self.dtype)
+        if self.cache is None:
+            self.cache = self._empty(self.params)
         self.slots.sort(key=lambda slot: (slot.index % self.slots_per_device, slot.index))
         for slot in self.slots:
             slot.row, slot.given, slot.cached, slot.answer = [], 0, 0, None
+
+    def unload(self) -> None:
+        """Free the devices' memory of parameters and caches, until the next `load`."""
+        self.params, self.cache = {}, None
 
     @property
     def free(self) -> int:
@@ -280,6 +290,12 @@ class Engine:
 
     def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
         """Continue the slots' rows with at most `length` unread tokens. Return the tokens that follow."""
+        self.cache, following = program(self.params, self.cache, self.parts(slots, rows, length))
+        return np.asarray(following)
+
+    def parts(self, slots: dict[int, Slot], rows: int, length: int) -> Parts:
+        """Return the next tokens, at most `length`, of the slots at these of `rows` places. Nothing is read at the
+        others."""
         ints: Any = lambda *shape: np.zeros(shape, np.int32)  # a jitted program takes NumPy's arrays, too
         options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
         numbers, tokens = ints(rows), ints(rows, 1 + length)
@@ -291,6 +307,4 @@ class Engine:
             tokens[place, : 1 + len(unread)] = [slot.row[slot.cached - 1] if slot.cached else 0, *unread]
             for array, value in zip(options, slot.answer.sampling):
                 array[place] = value
-        parts = Parts(numbers, tokens, starts, lengths, Sampling(*options))
-        self.cache, following = program(self.params, self.cache, parts)
-        return np.asarray(following)
+        return Parts(numbers, tokens, starts, lengths, Sampling(*options))

@@ -1,6 +1,6 @@
 """Test that the calculator computes what nanochat's `use_calculator` does (92d63d4), and executes nothing."""
 
-from evaluation.calculator import calculate
+from generation.calculator import calculate
 
 RESULTS = {
     "12*3": "36",
