@@ -17,18 +17,18 @@ jinja2 = pytest.importorskip("jinja2")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from configs.schema import BatchConfig, Config, DataConfig, EvalConfig
+from configs.schema import BatchConfig
 from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
 from data.prepare.selection import add_chat_tokens, train_tokenizer
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
-from export import model_card
 from generation.engine import Engine
+from interchange.card import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
 from run.network import Network
-from tests.helpers import TINY, arrays_of, sharded
+from tests.helpers import arrays_of, sharded
 from tests.interchange.test_interchange import network
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 
@@ -110,13 +110,6 @@ def test_the_card_s_code_asks_nothing_and_gives_our_greedy_answers(chat, monkeyp
     assert Version(oldest) <= Version(transformers.__version__)
 
 
-@pytest.mark.parametrize("features", [{}, ALL_EXPORTED], ids=["NanoChatForCausalLM", "the modeling file"])
-def test_the_card_says_what_a_user_needs_and_tells_of_no_test(features):
-    card = model_card(Config("one", model=replace(TINY, **features)), 8, 4096, None, "", True)
-    assert not re.search("(?i)tried|tested", card)
-    assert "torch and transformers" in card.splitlines()[-1] and ("vLLM" in card) == bool(features)
-
-
 def test_more_tokens_find_room_in_every_table(chat):
     config, _, folder = chat
     theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True), torch.arange(40)
@@ -127,14 +120,6 @@ def test_more_tokens_find_room_in_every_table(chat):
     assert {table.num_embeddings for table in tables} == {size} == {theirs.config.vocab_size}
     torch.testing.assert_close(theirs(tokens[None]).logits[..., : size - 5], before)
     assert theirs(torch.full((1, 3), size - 1)).logits.shape[-1] == size
-
-
-def test_the_card_has_a_prompt_of_the_run_and_no_path_of_its_machine():
-    mixture, named = "0.7:~/web,0.3:gs://b/code,1:../good", "0.7:web,0.3:gs://b/code,1:good"
-    for source, name in {"/home/me/web/": "web", ".": "a folder", "chat-stdlib": "chat-stdlib", mixture: named}.items():
-        config = Config("one", model=TINY, data=DataConfig(source), eval=EvalConfig(prompts=("", source)))
-        card = model_card(config, 8, 4096, None, "", True)
-        assert f"| training text | {name} |" in card and f'"content": {source!r}}}' in card
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -33,10 +33,10 @@ from configs.validation import resolved
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
-from export import largest_difference, verify
 from interchange import convert
 from interchange.folders import beyond_hf, json_with_bos, write_hf
 from interchange.formats import MODELING, hf_name, own_name, turned
+from interchange.verification import largest_difference, verify
 from model.gpt import GPT
 from model.loss import loss_sums
 from tests.helpers import TINY, arrays_of, sharded, together
@@ -320,7 +320,7 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     assert second[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
     assert second[-1]["val_loss"] < first[-1]["val_loss"]
 
-    monkeypatch.setattr("export.BOUND", 0.0)
+    monkeypatch.setattr("interchange.verification.BOUND", 0.0)
     with pytest.raises(RuntimeError, match=r"above 0\.0, so other was removed"):
         exported("--out=other", "--verify")
     assert not Path("other").exists()
