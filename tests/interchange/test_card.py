@@ -8,7 +8,7 @@ import pytest
 from configs.schema import Config, DataConfig, EvalConfig
 from interchange.card import model_card
 from tests.helpers import TINY, together
-from tests.interchange.test_interchange import EXPORTED
+from tests.interchange.exported import EXPORTED
 
 
 @pytest.mark.parametrize("features", [{}, together(EXPORTED)], ids=["NanoChatForCausalLM", "the modeling file"])

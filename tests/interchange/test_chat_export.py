@@ -29,8 +29,8 @@ from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
 from run.network import Network
 from tests.helpers import arrays_of, sharded
-from tests.interchange.test_interchange import network
-from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
+from tests.interchange.exported import network
+from tests.interchange.own_code import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 
 LENGTH = 64
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]

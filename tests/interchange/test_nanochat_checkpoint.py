@@ -26,6 +26,7 @@ from interchange.convert import main, read_network, tokenizer_in
 from interchange.formats import nanochat_name, turned
 from model.gpt import parameter_shapes
 from model.loss import softcap
+from run.folder import RunFolder
 from run.init_from import initial_state, require_moments, require_same_network
 from system.errors import UserError
 from tests.helpers import arrays_of, sharded
@@ -150,8 +151,8 @@ def test_fine_tuning_follows_the_checkpoint_s_rates_and_step(tmp_path, monkeypat
     wanted |= {"x0_lambdas": 0.5, "scalars": 0.2}
     assert peak_rates(config.optimizer, 768) == pytest.approx({name: 0.8 * rate for name, rate in wanted.items()})
     assert config.optimizer.clip_norm == 1e9 and config.data.tokenizer == f"{tmp_path}/run/tokenizer"
-    require_same_network(config)
-    require_moments(config)  # zeros, as those of a new run
+    require_same_network(config, RunFolder(config.init_from))
+    require_moments(config, RunFolder(config.init_from))  # zeros, as those of a new run
     assert initial_state(build(replace(config, mesh=MeshConfig(2, 2, 2)))).step == 0
 
 
