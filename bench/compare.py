@@ -22,11 +22,12 @@ import tyro
 from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
-from configs.command_line import exit_code_of, parse, parse_arguments
+from configs.command_line import parse, parse_arguments
 from configs.schema import MEASURED, Config, FilePath, free_to_change, options
 from configs.validation import require_steps
 from hosts.runtime import ROOT, code_digest, versions
 from system.errors import Exit, UserError
+from system.exits import exit_code_of
 from system.files import is_there, write_whole
 
 OWN = [f"--{name}={value}" for name, value in MEASURED.items()]

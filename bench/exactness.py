@@ -25,7 +25,8 @@ import numpy as np
 from jaxtyping import Float
 
 from configs.chat import following
-from configs.command_line import load_config, parse_arguments
+from configs.command_line import parse_arguments
+from configs.files import load_config
 from configs.schema import Config, DataConfig, MeshConfig, with_options
 from configs.validation import resolved
 from data.dataset import Text, open_text

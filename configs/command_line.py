@@ -1,8 +1,6 @@
-"""The command line, parsed to a validated Config, and the codes with which commands exit."""
+"""The command line, parsed to a validated Config."""
 
 import argparse
-import importlib.util
-import json
 import os
 import signal
 import sys
@@ -10,59 +8,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
-import msgspec
 import tyro
 
-from configs.schema import Config, Role, hints, options, roles
+from configs.files import load_config
+from configs.schema import Config, Role, roles
 from configs.validation import check_types, resolved, validate, with_homes
-from system.errors import Exit, UserError
+from system.errors import UserError
+from system.exits import report
 from system.messages import repair_streams
 
 T = TypeVar("T")
-Derive = Callable[[Config, set[str]], Config]
+SWITCHES = tyro.constructors.ConstructorRegistry()
 HELP = {"-h", "--help"}
 TYRO_S_OWN = {"help", "tyro_print_completion", "tyro_write_completion"}
 ALIKE = 0.6  # of names that may be meant, as in difflib.get_close_matches
 
 
+@SWITCHES.primitive_rule
+def switch(option: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """Return how tyro reads a bool: `--deterministic`, `--deterministic=True` or `--deterministic=False`; None for an
+    option of another type."""
+    if option.type is not bool:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[{True,False}]",
+        instance_from_str=lambda words: words != ["False"],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+        choices=("True", "False"),
+    )
+
+
 @dataclass(frozen=True)
 class _NoMore:
     """Options of a command that has only the config's."""
-
-
-def load_config(path: str) -> tuple[Config, Derive]:
-    """Run the config file's `get_config()`, and find its `derive(config, given)`, which sets options that depend on the
-    given ones. Raise UserError if the file is missing, fails, or returns no Config."""
-    path = os.path.expanduser(path)  # a shell leaves the ~ of --config=~/mine.py
-    if not Path(path).is_file():
-        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
-        raise UserError(f"--config={path}: no such file; configs here: {known or 'none; run it in the repository'}")
-    spec = importlib.util.spec_from_file_location("run_config", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--config={path}: not a Python file; a config ends in .py and defines get_config() -> Config")
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # a file's sys.exit(0) must not look like a complete run
-            raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
-
-    def require_config(config: Any, name: str) -> Config:
-        if not isinstance(config, Config):
-            raise UserError(f"--config={path}: the file must define {name}() that returns a configs.schema.Config")
-        return config
-
-    def derive(config: Config, given: set[str]) -> Config:
-        return require_config(call(module.derive, config, given), "derive")
-
-    call(loader.exec_module, module)
-    config = require_config(call(module.get_config) if hasattr(module, "get_config") else None, "get_config")
-    return config, derive if hasattr(module, "derive") else lambda config, given: config
 
 
 def parse(
@@ -121,8 +103,7 @@ def refuse_mistakes(parse_options: Callable[[str | None, type[Any]], Any], descr
     try:
         parse_options(description, kind)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(Exit.MISTAKE)
+        sys.exit(report(error))
 
 
 def _require_help(words: list[str]) -> None:
@@ -172,8 +153,15 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb and notebooks have none
     name = spec.name.removesuffix(".__main__") if spec else ""
     program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
-    spelled = _in_tyro_s_spelling(words, *sections)
-    return tyro.cli(kind, prog=program, description=description, args=spelled, use_underscores=True)
+    return tyro.cli(
+        kind,
+        prog=program,
+        description=description,
+        args=words,
+        use_underscores=True,
+        config=[tyro.conf.FlagConversionOff],
+        registry=SWITCHES,
+    )
 
 
 def _require_known(words: Sequence[str], *sections: type) -> None:
@@ -182,11 +170,9 @@ def _require_known(words: Sequence[str], *sections: type) -> None:
     known = [name for name, of in found.items() if Role.FILE not in of]
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        section, dot, last = name.rpartition(".")
-        names = {name, f"{section}{dot}{last.removeprefix('no_')}"}  # tyro's spelling of a switch that is off
-        if not word.startswith("--") or names & {*known, *TYRO_S_OWN}:
+        if not word.startswith("--") or name in {*known, *TYRO_S_OWN}:
             continue
-        if names & found.keys():
+        if name in found:
             raise UserError(f"--{name}: only a config file sets this option")
         likeness = {option: _likeness(name, option) for option in known}
         nearest = sorted(known, key=lambda option: likeness[option], reverse=True)[:3]
@@ -203,57 +189,3 @@ def _likeness(name: str, option: str) -> tuple[float, float]:
     whole = SequenceMatcher(None, name, option).ratio()
     part = 1.0 if of_option.startswith(last) else SequenceMatcher(None, last, of_option).ratio()
     return max(whole, part), whole
-
-
-def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
-    """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
-    code 2. `interrupted`: the message after Ctrl-C."""
-    repair_streams()
-    try:
-        return main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
-def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
-    """Return `--deterministic=False` as `--no_deterministic`, and `--deterministic=True` as `--deterministic`."""
-    kinds = {name: hint for section in sections for name, hint in hints(section).items()}
-    spelled = []
-    for word in words:
-        option, _, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        kind = kinds.get(name) if option.startswith("--") else None
-        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        section, dot, last = name.rpartition(".")
-        if kind is bool:
-            spelled.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
-        else:
-            spelled.append(word)
-    return spelled
-
-
-def config_from_json(text: str) -> Config:
-    """Return the Config that `json.dumps(dataclasses.asdict(config))` wrote. Raise UserError for another version's
-    options."""
-    try:
-        config = msgspec.json.decode(text, type=Config)
-    except msgspec.ValidationError as error:
-        raise UserError(f"config.json is from another version: {error}") from error
-    if unknown := _names(json.loads(text)) - options(config).keys():
-        names = sorted(unknown)
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        raise UserError(
-            f"config.json has options that this version does not know: {', '.join(names[:3])}{more}; use the run with "
-            "the commit that began it"
-        )
-    return config
-
-
-def _names(values: dict[str, Any]) -> set[str]:
-    """Return the options' command-line names in nested dictionaries."""
-    nested = {name: _names(value) if isinstance(value, dict) else () for name, value in values.items()}
-    return {f"{name}.{inner}" if inner else name for name, names in nested.items() for inner in names or ("",)}

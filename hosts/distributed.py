@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed  # as Orbax does: neither has a public API
 
-from system.errors import Damaged, FailedElsewhere, StorageLost, UserError
-from system.files import is_transient
+from system.errors import CODES, FailedElsewhere, UserError
+from system.exits import kind_of_ours, shared_kind
 
 DIRECT = "no_grpc_proxy"  # hosts that gRPC reaches without a proxy; it replaces no_proxy
 METADATA = "metadata.google.internal,169.254.169.254"  # a Google machine's own server, which no proxy reaches
@@ -31,10 +31,10 @@ JOIN_SECONDS = 30 * 60  # for the last host: as long as a cluster takes to start
 HEARTBEAT_SECONDS = 30  # without a heartbeat, after which a process counts as lost
 EXCHANGES = "tokensum/exchange"  # in the service's store: the values that processes exchange
 
+KINDS = list(CODES)
+"""What all processes raise if some fail: the first of these that one of them has (`on_every_process`)."""
+
 T = TypeVar("T")
-
-
-SHARED_ERRORS = (UserError, StorageLost, Damaged, FailedElsewhere)  # that all processes raise if one does
 
 
 def join() -> int:
@@ -214,10 +214,10 @@ def on_first_process(function: Callable[[], Any]) -> Any:
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
-    """Return the result of `function` here, once it has returned on every process. If it raises an exception on some,
-    all raise the first kind of SHARED_ERRORS, in that order, with the process's number: StorageLost for another error
-    that may pass, FailedElsewhere for any other, except where it was raised. So all end with one exit code. `function`
-    must not exchange, nor wait for another process without end."""
+    """Return the result of `function` here, once it has returned on every process. If it fails on some, all raise the
+    first of their errors' `shared_kind`s in KINDS, with the process's number. A process that has an error of its own
+    raises that instead of FailedElsewhere. So all end with one exit code. `function` must not exchange, nor wait for
+    another process without end."""
     if distributed.global_state.num_processes == 1:
         return function()
     failure: Exception | None = None
@@ -227,9 +227,9 @@ def on_every_process(what: str, function: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     answers = [answer.split(" ", 1) for answer in exchange(what, _described(failure) if failure else " ")]
-    if failed := [(kind, message, i) for i, (kind, message) in enumerate(answers) if kind]:
+    if failed := [(int(kind), message, i) for i, (kind, message) in enumerate(answers) if kind]:
         kind, message, i = min(failed)
-        shared = SHARED_ERRORS[int(kind)]
+        shared = KINDS[kind]
         if failure and shared is FailedElsewhere:
             raise failure
         raise shared(f"process {i}: {message}") from failure
@@ -237,9 +237,6 @@ def on_every_process(what: str, function: Callable[[], T]) -> T:
 
 
 def _described(failure: Exception) -> str:
-    """Return the place in SHARED_ERRORS of what the other processes raise, and its message."""
-    if isinstance(failure, SHARED_ERRORS):
-        shared = next(kind for kind in SHARED_ERRORS if isinstance(failure, kind))
-        return f"{SHARED_ERRORS.index(shared)} {failure}"
-    shared = StorageLost if is_transient(failure) else FailedElsewhere
-    return f"{SHARED_ERRORS.index(shared)} {type(failure).__name__}: {failure}"
+    """Return the place in KINDS of what all processes raise, and its message."""
+    message = str(failure) if kind_of_ours(failure) else f"{type(failure).__name__}: {failure}"
+    return f"{KINDS.index(shared_kind(failure))} {message}"

@@ -1,18 +1,15 @@
-"""Start and end a command: JAX's settings, several processes, signals, exit codes."""
+"""Start and end a command: JAX's settings, several processes, exit codes."""
 
-import errno
 import hashlib
 import logging
 import os
 import platform
 import re
 import resource
-import select
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -27,8 +24,9 @@ from jax.sharding import Mesh
 
 from hosts.distributed import HEARTBEAT_SECONDS, everyone_is_here, join, on_every_process
 from hosts.machines import GPU_FRACTION
-from system.errors import Exit, FailedElsewhere, NoCheckpoint, StartAgain, StorageLost, TrainingAborted, UserError
-from system.files import PASSING, cache_dir, first_line, is_transient
+from system.errors import UserError
+from system.exits import ending_of, reason_of_end, report
+from system.files import PASSING, cache_dir, first_line
 from system.messages import ignore_output_errors, repair_streams, show_messages
 from training.mesh import axes_between, device_groups, sizes_of
 
@@ -40,9 +38,8 @@ LEAVE_SECONDS = 5  # that a process with an error waits for the others, which ma
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command and exit with its code. A UserError becomes its message and code 2, a full disk a message and 1. A
-    disk, store or network that fails, and a lost peer, are 42. A process that ends alone does not wait for the
-    others."""
+    """Run a command and exit with its code, or that of its exception (`system.exits.ending_of`). A process that ends
+    alone does not wait for the others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)  # infinity is -1
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
@@ -53,9 +50,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = main()
         sys.stdout.flush()
     except BaseException as raised:
-        error, code = raised, report(raised)
+        error = reason_of_end(raised)
+        code = report(error)
     if jax.distributed.is_initialized():
-        leave(error, code)
+        leave(error)
     exits = threading.Event()
     threading.Thread(target=limit_exit, args=(exits, code), daemon=True).start()
     threading._register_atexit(exits.set)  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,68 +68,28 @@ def limit_exit(exits: threading.Event, code: int) -> None:
     os._exit(code)
 
 
-def leave(error: BaseException | None, code: int) -> None:
-    """Leave the other processes of the run: together with them if all have come to their end, else at once, by the end
-    of this process."""
+def leave(error: BaseException | None) -> None:
+    """Leave the other processes of the run: together with them if all have come to their end, else, after an error, at
+    once, by the end of this process."""
     for output in (sys.stdout, sys.stderr):
         with suppress(OSError):
             output.flush()
-    # An operation of all devices fails if another process is gone. The error is our own if all processes have it.
-    may_be_a_lost_peer = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and code == Exit.FAILED
-    together = everyone_is_here(LEAVE_SECONDS + HEARTBEAT_SECONDS if may_be_a_lost_peer else LEAVE_SECONDS)
-    if error and not together:
-        if may_be_a_lost_peer:
-            print("error: another process has stopped, or cannot be reached; start all again", file=sys.stderr)
-        os._exit(Exit.PEER_LOST if may_be_a_lost_peer else code)
+    if error is None:
+        everyone_is_here(LEAVE_SECONDS)
+    else:
+        leave_with_error(error)
     jax.distributed.shutdown()  # waits for the others
 
 
-CODES: dict[type[Exception], Exit] = {
-    UserError: Exit.MISTAKE,
-    NoCheckpoint: Exit.UNREADABLE,
-    TrainingAborted: Exit.FAILED,
-    FailedElsewhere: Exit.FAILED,
-    StorageLost: Exit.PEER_LOST,
-    StartAgain: Exit.PEER_LOST,
-}
-
-
-def own_code(error: BaseException) -> Exit | None:
-    """Return the exit code of an exception that has its own; None for another one."""
-    return next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
-
-
-def report(error: BaseException) -> int:
-    """Print why a command ends, and return its exit code."""
-    if isinstance(error, BrokenPipeError) and _nobody_reads():
-        return Exit.FAILED
-    message, code = explained(error)
-    if message:
-        print(message, file=sys.stderr)
-    return code
-
-
-def explained(error: BaseException) -> tuple[str, int]:
-    """Return the message about an exception that ends a command, and its exit code."""
-    if isinstance(error, SystemExit):
-        return "", error.code if isinstance(error.code, int) else Exit.FAILED if error.code else Exit.COMPLETE
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted; everything that was complete before is kept", Exit.INTERRUPTED
-    if (code := own_code(error)) is not None:
-        return f"error: {error}" + "; start all again" * (code == Exit.PEER_LOST), code
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", Exit.FAILED
-    code = Exit.PEER_LOST if is_transient(error) else Exit.FAILED  # some reads and writes have no retries of their own
-    return "".join(traceback.format_exception(error)).rstrip(), code
-
-
-def _nobody_reads() -> bool:
-    """Return whether the program that reads the output has ended, as `| head` does. Drop Python's buffered output."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    if ended := any(flags & select.POLLERR for _, flags in output.poll(0)):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ended
+def leave_with_error(error: BaseException) -> None:
+    """End this process with the code of its error, unless all processes of the run end now."""
+    together, alone = ending_of(error), ending_of(error, alone=True)
+    others_decide = alone.code != together.code
+    if everyone_is_here(LEAVE_SECONDS + HEARTBEAT_SECONDS if others_decide else LEAVE_SECONDS):
+        return
+    if others_decide:
+        print(alone.message, file=sys.stderr)
+    os._exit(alone.code)
 
 
 def report_unless_loop_is_closed(unraisable: Any) -> None:

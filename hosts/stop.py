@@ -13,9 +13,9 @@ from jax.experimental import multihost_utils
 
 from configs.schema import HangConfig
 from hosts.distributed import max_over_processes
-from hosts.runtime import explained
 from hosts.watchdog import end_as_hung, io_limit
 from system.errors import Exit
+from system.exits import ending_of
 
 PATIENCE = 3  # seconds that a signal's handler has to end a process that does not train yet
 
@@ -82,7 +82,7 @@ class Stop:
     def _limit_leaving(self, error: BaseException | None) -> None:
         """Let the rest of this start take at most `hang.io_seconds`: it writes to a disk that may hang. Then report the
         error that it ends with, if there is one, and end this process with code 42."""
-        message = explained(error)[0] if error else ""  # the error itself would keep the start's arrays
+        message = ending_of(error).message if error else ""  # the error itself would keep the start's arrays
 
         def end(reason: str) -> None:
             if message:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from configs.command_line import config_from_json
+from configs.files import config_from_json
 from configs.schema import Config
 from data.dataset import absolute
 from hosts.runtime import versions

@@ -20,11 +20,11 @@ import jax
 
 from configs.schema import Config
 from hosts.clock import Timeline
-from hosts.runtime import own_code
 from hosts.stop import Stop
 from run.folder import RunFolder
 from run.record import saved_up_to, seconds_by_activity
 from system.errors import Exit, TrainingAborted, UserError
+from system.exits import ending_of
 from system.files import first_line, write_picture, write_whole
 from system.messages import LOGGER
 from training.state import TrainState, params_sha256
@@ -114,8 +114,8 @@ def notify_of_failure(config: Config, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def failure_recorded(folder: RunFolder, timeline: Timeline) -> Iterator[None]:
-    """Record the end of a start by an exception inside: the newest saved step, the error, and the exit code; null for
-    an error whose code depends on the other processes (`hosts.runtime.leave`). A mistake and a kill record nothing."""
+    """Record the end of a start by an exception inside: the newest saved step, the error, and its `certain_code`. A
+    mistake and a kill record nothing."""
     try:
         yield
     except Exception as error:
@@ -123,9 +123,15 @@ def failure_recorded(folder: RunFolder, timeline: Timeline) -> Iterator[None]:
             with suppress(Exception):  # the disk may be full or gone
                 events = folder.events
                 if past := events.read():  # else it was not yet known that the folder is the run's
-                    facts = {"code": own_code(error), "error": f"{type(error).__name__}: {first_line(error)}"}
+                    facts = {"code": certain_code(error), "error": f"{type(error).__name__}: {first_line(error)}"}
                     events.add("stop", saved_up_to(past), **facts, seconds=so_far(timeline))
         raise
+
+
+def certain_code(error: Exception) -> int | None:
+    """Return the exit code of a start that ends with this error; None if it depends on the other processes."""
+    together, alone = ending_of(error).code, ending_of(error, alone=True).code
+    return together if together == alone or jax.process_count() == 1 else None
 
 
 def record_stop(folder: RunFolder, step: int, code: Exit, timeline: Timeline) -> tuple[dict[str, float], str]:

@@ -1,11 +1,11 @@
-"""The exceptions that end a command for a reason that is known, and the codes with which commands exit."""
+"""The exceptions that end a command for a reason that is known, and the exit code of each."""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes: the one table that everything reads (docs/checkpoints.md). Other codes come from the system (134,
-    137, 139: signals); a few restarts may help. JAX ends a process that has lost another one with 134."""
+    """Exit codes (docs/checkpoints.md). Other codes come from the system (134, 137, 139: signals); a few restarts may
+    help. JAX ends a process that has lost another one with 134."""
 
     COMPLETE = 0
     FAILED = 1
@@ -23,7 +23,7 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: every command prints the message, without a traceback, and exits with 2."""
+    """A mistake that the user can correct: every command prints the message, without a traceback."""
 
 
 class StorageLost(Exception):
@@ -39,12 +39,30 @@ class Damaged(ValueError):
 
 
 class FailedElsewhere(Exception):
-    """Raised if another process failed for a reason that has no exception of its own: exit code 1."""
+    """Raised if another process failed for a reason that has no exception of its own."""
 
 
 class TrainingAborted(Exception):
-    """Raised if another step makes no sense, for this reason: exit code 1."""
+    """Raised if another step makes no sense, for this reason."""
 
 
 class StartAgain(Exception):
-    """Raised if another start continues the run, for this reason: exit code 42."""
+    """Raised if another start continues the run, for this reason."""
+
+
+class OutputClosed(Exception):
+    """The program that reads the output has ended, as `| head` does: nothing is left to say."""
+
+
+CODES: dict[type[Exception], Exit] = {
+    UserError: Exit.MISTAKE,
+    StorageLost: Exit.PEER_LOST,
+    StartAgain: Exit.PEER_LOST,
+    NoCheckpoint: Exit.UNREADABLE,
+    Damaged: Exit.UNREADABLE,
+    TrainingAborted: Exit.FAILED,
+    OutputClosed: Exit.FAILED,
+    FailedElsewhere: Exit.FAILED,
+}
+"""The exit code of each of our exceptions; system/exits.py adds those of others. If processes fail differently, all
+raise the one that stands first here (`hosts.distributed.on_every_process`)."""

@@ -11,10 +11,10 @@ import yaml
 
 from run.folder import RunFolder
 from system.errors import Exit
+from tests.commands import CONFIG, PREEMPTED, ROOT, run, write_folder
 from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
 from tests.hosts.processes import fail_elsewhere, finish, start
-from tests.test_train import CONFIG, PREEMPTED, ROOT, run, write_folder
 
 OPTIONS = (
     *("--config=tiny.py", "--steps=20", "--log.every_steps=1", "--eval.every_steps=20", "--checkpoint.every_steps=5"),

@@ -19,7 +19,7 @@ import sample
 import train
 from configs.command_line import parse, parse_arguments
 from hosts.runtime import run_command
-from tests.data.prepare.test_remote import Hub, ask, serving
+from tests.data.prepare.hub import Hub, ask, serving
 from tests.evaluation import core_bundle
 from tests.repository import ROOT
 from tools import plan, report

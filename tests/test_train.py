@@ -20,59 +20,29 @@ import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import data.prepare.__main__
-import evaluate
 import export
-import sample
-import tools.inspect as inspect_run
-import train
 from data.prepare.selection import train_tokenizer
-from hosts.runtime import run_command
-from interchange import convert
 from run.folder import RunFolder
 from run.record import ACTIVITIES
 from run.saver import Saver
 from system.errors import Exit, UserError
+from tests.commands import PREEMPTED, ROOT, assert_as_untouched, killed_after, lines_of, run, summary, write_folder
 from tests.hosts.processes import environment_of
-
-ROOT = Path(__file__).parent.parent
-CONFIG = """
-from configs.schema import *
-
-def get_config():
-    return Config(
-        name="tiny",
-        steps=120,
-        model=ModelConfig(depth=2, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300, dtype="float32"),
-        data=DataConfig(source="text", val_fraction=0.2),
-        batch=BatchConfig(sequence_length=32, tokens_per_step=512, rows_per_device=2),
-        checkpoint=CheckpointConfig(every_steps=20),
-        eval=EvalConfig(every_steps=40, tokens=2000, prompts=("the ",), sample_tokens=8),
-        log=LogConfig(every_steps=4),
-    )
-"""
-COMMANDS = {
-    **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.__main__.main, "inspect_run": inspect_run.main, "convert": convert.main},
-}
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes"}
-PREEMPTED = 143  # the exit code after SIGTERM
-
-
-def write_folder(folder: Path, config: str = CONFIG) -> Path:
-    """Write a config, tiny.py, and text to train on."""
-    (folder / "tiny.py").write_text(config)
-    (folder / "text").mkdir()
-    words = (ROOT / "tests" / "words.txt").read_text().split()  # train.py itself changes
-    for i in range(30):
-        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a config and text to train on."""
     return write_folder(tmp_path_factory.mktemp("user"))
+
+
+@pytest.fixture(scope="module")
+def untouched(folder):
+    """Return the folder of an uninterrupted run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run("train", patch, "--config=tiny.py", "--run_dir=untouched") == 0
+    return folder / "untouched"
 
 
 def start(folder, *arguments):
@@ -91,44 +61,6 @@ def wait_until(condition, process):
     while not condition():
         assert process.poll() is None, process.communicate()[0].decode()
         time.sleep(0.01)
-
-
-def lines_of(run_dir):
-    """Return the lines of metrics.jsonl without measured times."""
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in RunFolder(run_dir).metrics()]
-
-
-def summary(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def run(command, monkeypatch, *arguments, devices=2) -> int:
-    """Return the exit code of a command that runs in this process on some of its devices."""
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        some = jax.devices()[:devices]
-        patch.setattr(jax, "devices", lambda *_: some)
-        patch.setattr(sys, "argv", [f"{command}.py", *arguments])
-        run_command(COMMANDS[command])
-    return end.value.code or 0
-
-
-def killed_after(step: int, run_dir: Path, copy: Path | str) -> Path:
-    """Return a copy of a complete run, as if it had been killed once `step` was saved."""
-    killed = Path(shutil.copytree(run_dir, copy))
-    (killed / "summary.json").unlink()
-    for path in (killed / "checkpoints").iterdir():
-        if int(path.name) > step:
-            shutil.rmtree(path)
-    return killed
-
-
-@pytest.fixture(scope="module")
-def untouched(folder):
-    """Return the folder of an uninterrupted run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run("train", patch, "--config=tiny.py", "--run_dir=untouched") == 0
-    return folder / "untouched"
 
 
 def test_a_run_writes_what_it_promises(untouched):
@@ -168,11 +100,6 @@ def series_of(run_dir: Path) -> list[list[tuple[int, float]]]:
     """Return what TensorBoard shows."""
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     return [[(e.step, e.value) for e in events.Scalars(tag)] for tag in ("loss", "val_bpb")]
-
-
-def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
-    assert lines_of(run_dir) == lines_of(untouched)
-    assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
 
 
 @pytest.mark.slow

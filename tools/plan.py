@@ -13,10 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from configs.command_line import exit_code_of, parse, parse_own, refuse_mistakes
+from configs.command_line import parse, parse_own, refuse_mistakes
 from configs.schema import Config, NotNegative, Share, with_options
 from configs.validation import validate
 from system.errors import Exit, UserError
+from system.exits import exit_code_of
 from system.files import cache_dir
 
 

@@ -17,10 +17,12 @@ import numpy as np
 import tyro
 from plotly.offline import get_plotlyjs
 
-from configs.command_line import config_from_json, exit_code_of, parse_arguments
+from configs.command_line import parse_arguments
+from configs.files import config_from_json
 from configs.schema import AnyPaths, FilePath, options
 from run.folder import RunFolder
 from system.errors import Exit, UserError
+from system.exits import exit_code_of
 from system.files import is_there, write_whole
 from tools.noise import add_noise_scales
 

@@ -5,7 +5,7 @@ import pytest
 
 import bench.chaos
 from bench.chaos import FAULTS, LONG, SHORT
-from tests.test_train import CONFIG, ROOT
+from tests.commands import CONFIG, ROOT
 
 
 @pytest.mark.slow

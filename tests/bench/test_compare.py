@@ -12,7 +12,7 @@ from bench import compare
 from bench.compare import holm
 from configs.command_line import parse
 from system.errors import Exit, UserError
-from tests.test_train import CONFIG, write_folder
+from tests.commands import CONFIG, write_folder
 
 WIDER = "tiny.py --model.width=64 --model.head_dim=32"
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from configs.command_line import load_config, parse
+from configs.command_line import parse
+from configs.files import load_config
 from configs.schema import BatchConfig, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken

@@ -13,7 +13,8 @@ import evaluate
 import sample
 import train
 from configs.arguments import StartArguments
-from configs.command_line import config_from_json, load_config, parse, parse_arguments, parse_own
+from configs.command_line import parse, parse_arguments, parse_own
+from configs.files import config_from_json, load_config
 from configs.schema import Config, EvalConfig, Role, hints, options
 from configs.validation import validate
 from system.errors import UserError
@@ -82,8 +83,11 @@ def test_a_switch_takes_true_and_false_and_a_command_has_options_of_its_own(monk
     assert (config.deterministic, config.model.smear, config.model.backout) == (False, False, True)
     assert (config.name, config.run_dir, config.eval.prompts) == ("True", "runs/True", ("f(x=True",))
     assert extra == Extra(accept_changes=True)
-    config, extra = parse(None, Extra, [f"--config={SMALL}", "--no-deterministic", "--run_dir=/x/y"])
-    assert (config.deterministic, config.run_dir, extra) == (False, "/x/y", Extra(accept_changes=False))
+    words = [f"--config={SMALL}", "--deterministic", "False", "--accept-changes", "--run_dir=/x/y", "--model.smear"]
+    config, extra = parse(None, Extra, words)
+    assert (config.deterministic, config.model.smear, config.run_dir) == (False, True, "/x/y")
+    assert extra == Extra(accept_changes=True)
+    assert parse(None, Extra, [f"--config={SMALL}"])[1] == Extra(accept_changes=False)
     monkeypatch.setattr(sys, "argv", ["command", "--accept_changes=True"])
     assert parse_arguments(None, Extra).accept_changes
     monkeypatch.setenv("HOME", "/home/me")
@@ -109,6 +113,7 @@ def test_a_command_without_config_refuses_values_of_wrong_types(words, message, 
     ("word", "message"),
     [
         ("--steps=1.5", "1.5"),
+        ("--deterministic=no", "Expected one of ('True', 'False')"),
         ("stray", "stray"),
     ],
 )
@@ -189,6 +194,7 @@ def test_config_survives_json(config):
         (train, "--batch.rows_per_devices=4", "--batch.rows_per_device"),
         (train, "--seq_len=3", "--batch.sequence_length"),
         (train, "--accept_change", "--accept_changes"),
+        (train, "--no_deterministic", "--deterministic"),
     ],
 )
 def test_a_mistyped_option_is_answered_with_the_nearest(command, word, meant, monkeypatch):

@@ -237,7 +237,8 @@ ONE_FAILS = """
 import errno, jax
 from system.errors import UserError
 from hosts.distributed import on_every_process
-from hosts.runtime import explained, run_command, start_jax
+from hosts.runtime import run_command, start_jax
+from system.exits import ending_of
 def main():
     start_jax()
     def fail(failures):
@@ -250,7 +251,7 @@ def main():
             on_every_process("a test", lambda: fail(failures))
             print("all is well")
         except Exception as error:
-            message, code = explained(error)
+            code, message = ending_of(error)
             print(int(code), message.splitlines()[-1])
     return 0
 run_command(main)

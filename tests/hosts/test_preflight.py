@@ -22,10 +22,17 @@ from run import start as start_module
 from run.folder import RunFolder
 from run.status import RunStatus
 from system.errors import TrainingAborted, UserError
+from tests.commands import write_folder
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start
-from tests.test_train import folder  # noqa: F401
 from training.mesh import make_mesh
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a config and text to train on."""
+    return write_folder(tmp_path_factory.mktemp("user"))
+
 
 SAME = {"code": "abc", "jax": "0.10.2", "data": "d", "devices": "8 x H200"}
 
@@ -132,7 +139,7 @@ run_command(main)
 
 
 @pytest.mark.slow
-def test_a_start_names_the_host_that_differs_before_any_program_runs(folder, tmp_path):  # noqa: F811
+def test_a_start_names_the_host_that_differs_before_any_program_runs(folder, tmp_path):
     """Give the second of two another package and its own folder. A program over devices that cannot cooperate would
     hang before the message."""
     shutil.copytree(folder, tmp_path / "other")

@@ -18,20 +18,13 @@ from hosts.runtime import (
     report_unless_loop_is_closed,
     require_known_flags,
     require_platform,
-    run_command,
     start_jax,
 )
 from system.errors import NoCheckpoint, StorageLost, UserError
 from system.files import append_whole, cache_dir, write_whole
+from tests.hosts.exit_codes import exit_code
 
 ROOT = Path(__file__).parents[2]
-
-
-def exit_code(main) -> int:
-    """Return the exit code of a command."""
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    return end.value.code
 
 
 @pytest.mark.parametrize(
@@ -120,7 +113,7 @@ def test_threads_that_wait_for_a_disk_keep_no_command_that_has_ended():
     ("encoding", "closed", "out", "err", "module", "start"),
     [
         ("ascii", "", "\\xe9 \\u65e5\n", "\\xe9 \\u65e5\n", "hosts.runtime", "run_command"),
-        ("latin-1", "2>&-", "é \\u65e5\n", "", "configs.command_line", "exit_code_of"),
+        ("latin-1", "2>&-", "é \\u65e5\n", "", "system.exits", "exit_code_of"),
         ("utf-8", ">&- 2>&- <&-", "", "", "hosts.runtime", "run_command"),
     ],
 )

@@ -14,7 +14,7 @@ from configs.schema import HangConfig
 from hosts.clock import Timeline
 from hosts.stop import Stop
 from hosts.watchdog import Watchdog
-from tests.hosts.test_runtime import exit_code
+from tests.hosts.exit_codes import exit_code
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
-from configs.command_line import load_config
+from configs.files import load_config
 from configs.schema import Config
 from data.prepare.selection import train_tokenizer
 from interchange.convert import read_network

@@ -12,7 +12,7 @@ import pytest
 import export
 from configs.schema import Config, ModelConfig
 from configs.validation import resolved
-from tests.run.test_init_from import write_run
+from tests.run.written import write_run
 from training.sharded import split_model
 from training.state import TrainState
 

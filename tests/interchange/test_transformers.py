@@ -291,7 +291,7 @@ def umask() -> int:
 @pytest.mark.medium
 def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
     """Run export.py --verify, transformers, interchange.convert and train.py with a network for the modeling file."""
-    from tests.test_train import CONFIG, run
+    from tests.commands import CONFIG, run
 
     monkeypatch.chdir(tmp_path)
     Path("tiny.py").write_text(CONFIG)

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from system.errors import Exit
+from tests.launch.restarts import OVER
 from tests.launch.stand_in import StandIn, wait_for
 
 RUN = "--run_dir=runs/x"
-OVER = (0, 1, 2, 3, 130)
 
 
 @pytest.fixture

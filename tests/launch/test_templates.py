@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.launch.test_loop import OVER
+from tests.launch.restarts import OVER
 
 ROOT = Path(__file__).parents[2]
 LAUNCH, SCHEMAS = ROOT / "launch", Path(__file__).parent / "schemas"

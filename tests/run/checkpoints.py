@@ -1,13 +1,20 @@
 """Open a run's checkpoints as a start does."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from configs.schema import CheckpointConfig
+from model.gpt import parameter_shapes
 from run.folder import RunFolder
 from run.recovery import open_cleared, restore_newest
 from run.saver import Saver
-from training.state import TrainState
+from tests.helpers import sharded, tiny_config
+from training.optimizer import make_optimizer
+from training.state import TrainState, abstract_state, create_state
 
 
 def opened(
@@ -22,3 +29,46 @@ def opened(
 def restored_newest(folder: str | Path, abstract: TrainState) -> tuple[TrainState, dict] | None:
     """Clear a run's folder of checkpoints, and return the newest state and its facts."""
     return restore_newest(open_cleared(RunFolder(folder)), abstract)
+
+
+KEEP_ALL = CheckpointConfig(keep=99)
+
+FACTS = {"shapes": parameter_shapes(tiny_config().model)}
+
+
+@cache
+def state_on(devices):
+    """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
+    config = tiny_config()
+    network = sharded(config.model, (devices, 1, 1))
+    optimizer, _ = make_optimizer(config.optimizer, network, 8)
+    return create_state(network, optimizer, 0), abstract_state(network, optimizer), network.mesh
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+def changed(state, by=3):
+    """Return a state that differs from a fresh one in every leaf."""
+    return jax.tree.map(lambda leaf: leaf + by, state)
+
+
+def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
+    """Save checkpoints with different states, and return the states."""
+    checkpoints = opened(folder, config)
+    states = {step: changed(state_on(devices)[0], step) for step in steps}
+    for step, state in states.items():
+        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
+    close(checkpoints)
+    return states
+
+
+def close(checkpoints: Saver) -> None:
+    """Wait for the last save, as the end of a run does."""
+    with checkpoints:
+        pass
+
+
+def names(folder: Path) -> list[str]:
+    return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))

@@ -19,8 +19,17 @@ from run.lock import RunLock, take_over
 from system.errors import StorageLost, TrainingAborted, UserError
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
-from tests.run.checkpoints import opened, restored_newest
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, close, saved, state_on
+from tests.run.checkpoints import (
+    FACTS,
+    KEEP_ALL,
+    assert_equal,
+    changed,
+    close,
+    opened,
+    restored_newest,
+    saved,
+    state_on,
+)
 from training.mesh import make_mesh
 
 RUN = "gs://bucket/runs/mine"

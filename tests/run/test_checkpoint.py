@@ -7,7 +7,6 @@ import shutil
 import threading
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest.mock import Mock
 
 import jax
@@ -20,54 +19,22 @@ from model.gpt import parameter_shapes
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.folder import RunFolder
-from run.saver import Saver
 from system.errors import Damaged, NoCheckpoint, StorageLost, UserError
 from tests.helpers import ALL_FEATURES, sharded, tiny_config
-from tests.run.checkpoints import opened, restored_newest
+from tests.run.checkpoints import (
+    FACTS,
+    KEEP_ALL,
+    assert_equal,
+    changed,
+    close,
+    names,
+    opened,
+    restored_newest,
+    saved,
+    state_on,
+)
 from training.optimizer import make_optimizer
-from training.state import abstract_state, create_state, params_sha256, stored_as
-
-KEEP_ALL = CheckpointConfig(keep=99)
-FACTS = {"shapes": parameter_shapes(tiny_config().model)}
-
-
-@cache
-def state_on(devices):
-    """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
-    config = tiny_config()
-    network = sharded(config.model, (devices, 1, 1))
-    optimizer, _ = make_optimizer(config.optimizer, network, 8)
-    return create_state(network, optimizer, 0), abstract_state(network, optimizer), network.mesh
-
-
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-
-
-def changed(state, by=3):
-    """Return a state that differs from a fresh one in every leaf."""
-    return jax.tree.map(lambda leaf: leaf + by, state)
-
-
-def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
-    """Save checkpoints with different states, and return the states."""
-    checkpoints = opened(folder, config)
-    states = {step: changed(state_on(devices)[0], step) for step in steps}
-    for step, state in states.items():
-        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
-    close(checkpoints)
-    return states
-
-
-def close(checkpoints: Saver) -> None:
-    """Wait for the last save, as the end of a run does."""
-    with checkpoints:
-        pass
-
-
-def names(folder: Path) -> list[str]:
-    return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))
-
+from training.state import abstract_state, params_sha256, stored_as
 
 OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_continuing import CONFIG
-from tests.test_train import ROOT, assert_as_untouched, killed_after, run, summary, write_folder
+from tests.commands import ROOT, assert_as_untouched, killed_after, run, summary, write_folder
+from tests.run.short_runs import CONFIG
 
 BASE = CONFIG.replace("MatricesConfig(0.002)", 'MatricesConfig(0.002, kind="muon")').replace("kv_heads=1", "kv_heads=2")
 CHAT = (f"--config={ROOT}/configs/chat.py", "--init_from=base", "--data.source=chats", "--model.dtype=float32")

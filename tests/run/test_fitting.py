@@ -19,8 +19,8 @@ from run.fitting import COMPILATIONS, Fitting, TrainSteps
 from run.folder import RunFolder
 from run.log import MetricsLog
 from system.errors import Exit, StartAgain
+from tests.commands import run, write_folder
 from tests.helpers import tiny_config
-from tests.test_train import run, write_folder
 from training.build import build
 
 OPTIONS = (  # of test_train.py's config: four short steps, with rows that are chosen

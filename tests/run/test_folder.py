@@ -10,16 +10,15 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.command_line import config_from_json
+from configs.files import config_from_json
 from configs.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from hosts.runtime import versions
 from run.folder import RunFolder
 from run.lock import RunLock
 from run.status import write_start_record
 from system.errors import StorageLost, UserError
-from tests.run.checkpoints import restored_newest
+from tests.run.checkpoints import restored_newest, saved, state_on
 from tests.run.claims import claim
-from tests.run.test_checkpoint import saved, state_on
 
 FREE = {
     *("name", "ratio", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),

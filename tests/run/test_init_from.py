@@ -1,42 +1,26 @@
 """Test a run's first state from another network."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, Config, MeshConfig, with_options
+from configs.schema import MeshConfig, with_options
 from data.prepare.selection import train_tokenizer
-from data.tokenizer import BOS, CHAT_TOKENS, load_tokenizer
-from data.tokenizer_formats import SPLIT, convert_tiktoken
-from model.gpt import parameter_shapes
+from data.tokenizer import load_tokenizer
 from run.base import base_of_chat
 from run.config_json import write_config_json
 from run.folder import RunFolder
 from run.init_from import initial_state, origin_of, require_moments, require_same_network, require_same_vocabulary
 from system.errors import UserError
 from tests.helpers import perturbed, tiny_config
-from tests.run.checkpoints import opened
+from tests.run.written import TOKENIZER, write_run
 from training.build import build
 from training.mesh import resized
-from training.state import TrainState
 
 CONFIG = tiny_config(value_embeddings=True, resid_lambdas=True)
-TOKENIZER = convert_tiktoken(
-    {bytes([byte]): byte for byte in range(256)}, SPLIT, {name: 256 + i for i, name in enumerate((BOS, *CHAT_TOKENS))}
-)
 OTHER = train_tokenizer(["a vocabulary of other words entirely " * 20], 272)
-
-
-def write_run(folder: Path, config: Config, state: TrainState) -> None:
-    """Write a run that has saved this state, on the devices, after one step."""
-    write_config_json(folder / "config.json", config, "a text's", [])
-    TOKENIZER.save(folder / "tokenizer")
-    checkpoints = opened(folder, CheckpointConfig())
-    checkpoints.save(1, state, {"tokens": 1, "shapes": parameter_shapes(config.model)})
-    checkpoints.wait()
 
 
 @pytest.fixture(scope="module")

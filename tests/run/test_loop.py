@@ -17,9 +17,9 @@ from run.log import MetricsLog
 from run.profile import Profile
 from run.saver import Saver
 from system.errors import Exit
+from tests.commands import run, write_folder
 from tests.helpers import tiny_config
-from tests.run.test_continuing import CONFIG, losses
-from tests.test_train import run, write_folder
+from tests.run.short_runs import CONFIG, losses
 
 SHORT = ("--steps=8", "--checkpoint.every_steps=2", "--checkpoint.keep=9", "--eval.every_steps=4")
 

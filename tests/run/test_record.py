@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from hosts.clock import Timeline
@@ -70,7 +71,7 @@ def test_the_batch_after_another_size_of_a_step_and_after_going_back():
         (TrainingAborted("ten in a row"), Exit.FAILED),
         (StorageLost("no answer"), Exit.PEER_LOST),
         (StartAgain("out of memory"), Exit.PEER_LOST),
-        (RuntimeError("a defect"), None),
+        (RuntimeError("a defect"), Exit.FAILED),
         (UserError("a mistake"), "nothing"),
     ],
 )
@@ -82,6 +83,17 @@ def test_a_start_that_fails_records_its_end_and_its_seconds(tmp_path, error, cod
     stops = [event for event in RunFolder(tmp_path).events.read() if event["event"] == "stop"]
     assert [(event["step"], event["code"]) for event in stops] == ([(20, code)] if code != "nothing" else [])
     assert all(event["error"].endswith(str(error)) and event["seconds"].keys() == {*ACTIVITIES} for event in stops)
+
+
+@pytest.mark.parametrize(("processes", "code"), [(1, Exit.FAILED), (2, None)])
+def test_a_start_records_no_code_that_depends_on_how_the_other_processes_end(tmp_path, processes, code, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    events = RunFolder(tmp_path).events
+    events.add("start", 0)
+    lost = jax.errors.JaxRuntimeError("INTERNAL: an operation of all devices failed")
+    with pytest.raises(jax.errors.JaxRuntimeError), failure_recorded(RunFolder(tmp_path), Timeline()):
+        raise lost
+    assert events.read()[-1]["code"] == code
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from run.lock import RunLock
 from run.saver import Saver
 from system.errors import StorageLost, TrainingAborted
 from system.files import RETRY_SECONDS
-from tests.run.checkpoints import opened
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, names, saved, state_on
+from tests.run.checkpoints import FACTS, KEEP_ALL, assert_equal, names, opened, saved, state_on
 
 STATE = state_on(1)[0]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chromium import PROGRAM, Chromium
-from tests.serving.test_server import MODEL, TOKENIZER, FakeEngine, endless, served, spell, wait_until
+from tests.serving.served import MODEL, TOKENIZER, FakeEngine, endless, served, spell, wait_until
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")

@@ -7,14 +7,11 @@ import platform
 import signal
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from itertools import cycle
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import openai
 import pytest
@@ -22,104 +19,24 @@ from tokenizers import Tokenizer, decoders, models
 
 import chat
 from data.conversation import messages_of, render
-from data.prepare.selection import add_chat_tokens, train_tokenizer
+from data.prepare.selection import add_chat_tokens
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import convert_tiktoken
 from interchange.convert import write_run
 from model.sampling import Sampling
-from serving.model import Model
-from serving.server import Batcher, Service, listener, make_server, run_server, serve
+from serving.server import listener, serve
 from serving.text import AnswerText
 from system.errors import UserError
 from tests.generation.networks import network
 from tests.ports import free_ports
+from tests.serving.served import MODEL, TOKENIZER, FakeEngine, endless, served, spell, wait_until
 
-TOKENIZER = train_tokenizer(["some words, and others"], 272)
-MODEL = Model("tiny", "0.1 M parameters, trained on words", ("first?", "second?", "third?"))
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class FakeEngine:
-    """An generation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
-
-    def __init__(self, script: Callable[[list[int]], Iterable[int]], slots: int = 1):
-        self.script, self.slots, self.capacity = script, slots, 200
-        self.active: list[SimpleNamespace] = []
-        self.begun: list[tuple[list[int], Sampling]] = []
-        self.together = 0
-        """The most answers that one step has lengthened."""
-        self.gate = threading.Event()
-        """Steps wait for it."""
-        self.gate.set()
-
-    @property
-    def free(self) -> int:
-        return self.slots - len(self.active)
-
-    def begin(self, tokens: list[int], sampling: Sampling, most: int | None = None) -> SimpleNamespace:
-        assert self.free and len(tokens) < self.capacity
-        self.begun.append((tokens, sampling))
-        answer = {"script": iter(self.script(tokens)), "most": most, "read": len(tokens) - 1}
-        self.active.append(SimpleNamespace(**answer, tokens=[], finished=""))
-        return self.active[-1]
-
-    def step(self) -> None:
-        assert self.gate.wait(60)
-        time.sleep(0.001)  # or endless answers outrun their readers
-        self.together = max(self.together, len(self.active))
-        for answer in self.active:
-            if len(answer.tokens) == answer.most:
-                answer.finished = "length"
-            elif (token := next(answer.script, None)) is None:
-                answer.finished = "stop"
-            else:
-                answer.tokens.append(token)
-        self.active = [answer for answer in self.active if not answer.finished]
-
-    def drop(self, answer: SimpleNamespace) -> None:
-        self.active.remove(answer)
-
-
-def spell(*pieces: str) -> list[int]:
-    """Return tokens, of special tokens and of texts."""
-    special = TOKENIZER.special_tokens
-    return [i for piece in pieces for i in ([special[piece]] if piece in special else TOKENIZER.encode([piece])[0])]
 
 
 def echo(prompt: list[int]) -> list[int]:
     """Answer with the prompt's text, in capitals."""
     return spell(TOKENIZER.decode(prompt).upper())
-
-
-def endless(prompt: list[int]) -> Iterator[int]:
-    return cycle(spell("word "))
-
-
-@contextmanager
-def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
-    """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
-    batcher = Batcher(engine, queue)
-    server, bound = (
-        make_server(Service(batcher, TOKENIZER, MODEL, Sampling(top_k=40)), "mine"),
-        listener("127.0.0.1", 0),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
-        wait_until(lambda: server.started)
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-        try:
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            serving.result(60)
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def ask(client: openai.OpenAI, text: str = "hello", **options):

@@ -9,14 +9,15 @@ import jax
 import pytest
 
 from configs import plain
-from configs.command_line import exit_code_of, parse
+from configs.command_line import parse
 from configs.schema import with_options
 from hosts.topology import machines
 from run.folder import RunFolder
 from run.text import open_text_of_run
 from system.errors import Exit
+from system.exits import exit_code_of
+from tests.commands import write_folder
 from tests.helpers import tiny_config
-from tests.test_train import write_folder
 from tools import plan
 from tools.programs.compiled import compile_step
 from tools.programs.topologies import devices_of

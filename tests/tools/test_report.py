@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs.command_line import exit_code_of
 from system.errors import UserError
+from system.exits import exit_code_of
 from tests.chromium import PROGRAM, Chromium
 from tests.helpers import tiny_config
 from tests.run_folders import write_run

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from configs.command_line import load_config, parse
+from configs.command_line import parse
+from configs.files import load_config
 from configs.schema import with_options
-from tests.test_train import run, write_folder
+from tests.commands import run, write_folder
 from tools import tune
 from tools.noise import NoiseScale
 from tools.tune import Point, Runs, batch_for, difference, frontier, knee, rate_for, windows

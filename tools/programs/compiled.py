@@ -50,6 +50,8 @@ def estimated_cycles(hlo_text: str) -> int:
     program, entry = read_program(hlo_text)
     total = 0
     for name, times, _, caller in visits(program, entry, entry):
+        if times is None:
+            raise ValueError(f"the trip count of the loop around {name} is not in the program")
         own = [i for i in program[name] if name == caller]  # a fusion's estimate has its inside
         text = " ".join(i.attributes for i in own if not i.opcode.endswith(("-done", "-update")))
         total += times * sum(map(int, re.findall(r'"estimated_cycles":"?(\d+)', text)))
@@ -69,28 +71,28 @@ def read_program(hlo_text: str) -> tuple[Program, str]:
 
 
 def visits(
-    program: Program, name: str, caller: str, times: int = 1, in_loop: bool = False
-) -> Iterator[tuple[str, int, bool, str]]:
-    """Yield (computation, times a step, in a loop, the computation or the one around its fusion), recursively."""
+    program: Program, name: str, caller: str, times: int | None = 1, in_loop: bool = False
+) -> Iterator[tuple[str, int | None, bool, str]]:
+    """Yield (computation, times a step, in a loop, the computation or the one around its fusion), recursively. The
+    times are None in a loop without a trip count."""
     yield name, times, in_loop, caller
     for instruction in program[name]:
         fusion, loop = instruction.opcode == "fusion", instruction.opcode == "while"
         # The end of an asynchronous pair may name its computation again.
         called = [] if instruction.opcode.endswith(("-done", "-update")) else CALLS.findall(instruction.attributes)
         for callee in [callee for text in called for callee in names(text)]:
-            runs = times * trip_count(program, instruction) if loop else times
+            trips = trip_count(program, instruction) if loop else 1
+            runs = times * trips if times is not None and trips is not None else None
             yield from visits(program, callee, caller if fusion or name != caller else callee, runs, in_loop or loop)
 
 
-def trip_count(program: Program, loop: Instruction) -> int:
-    """Return a loop's trip count: XLA's note, or the condition's only constant (JAX counts from 0). Else ValueError."""
+def trip_count(program: Program, loop: Instruction) -> int | None:
+    """Return a loop's trip count: XLA's note, or the condition's only constant (JAX counts from 0); else None."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
     limits = [i.operands for i in program[condition[1]] if i.opcode == "constant"] if condition else []
-    if len(limits) != 1 or not limits[0].isdigit():
-        raise ValueError(f"the trip count of {loop.name} is not in the program; its condition compares with {limits}")
-    return int(limits[0])
+    return int(limits[0]) if len(limits) == 1 and limits[0].isdigit() else None
 
 
 def numbers(text: str) -> list[int]:
@@ -111,7 +113,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     """Return the collectives of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
 
     `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups are positions in `mesh.devices.flat`. Asynchronous
-    ones count once, and groups of one device do not count. Raise ValueError for a loop without a trip count.
+    ones count once, and groups of one device do not count. Raise ValueError for one in a loop without a trip count.
     """
     program, entry = read_program(hlo_text)
     collectives, seen = [], set()
@@ -129,6 +131,8 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             size = sum(map(type_bytes, operands)) * (len(groups[0]) if kind == "all-gather" else 1)
             dtype = "+".join(sorted({operand.split("[")[0] for operand in operands}))
             if axes := axes_crossed(groups, mesh_shape):
+                if times is None:
+                    raise ValueError(f"the trip count of the loop around {name} is not in the program")
                 collectives.append(Collective(kind, dtype, axes, in_loop, times, size))
     return collectives
 

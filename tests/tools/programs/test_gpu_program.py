@@ -17,14 +17,13 @@ from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, with_op
 from hosts.topology import machines
 from model import parallel
 from system.errors import UserError
+from tests.tools.programs.links import LINKS
 from tools.programs.compiled import Instruction, compile_step, names, numbers, read_program, type_bytes, visits
 from tools.programs.topologies import devices_of
 from training.build import build
 
 DEPTH, ROWS, LENGTH, WIDTH, HEAD, VOCAB = 2, 4, 512, 256, 128, 24576
 TOKENS = ROWS * LENGTH
-LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
-"""Instructions that only refer to the results of others."""
 
 pytestmark = pytest.mark.slow
 

@@ -125,8 +125,8 @@ def test_every_kind_counts_once_with_its_bytes_and_its_loops():
     assert estimated_cycles(HLO) == 15 * 10 + 5 * 100 + 1
 
 
-def test_a_loop_without_a_trip_count_is_refused():
-    with pytest.raises(ValueError, match=r"trip count of w is not in the program"):
+def test_a_collective_in_a_loop_without_a_trip_count_is_refused():
+    with pytest.raises(ValueError, match=r"trip count of the loop around \w+ is not in the program"):
         collectives(HLO.replace("%three = s32[] constant(3)", "%three = s32[] parameter(1)"), MESH)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from configs.schema import BatchConfig, Config, ModelConfig
 from model.kernels import attention_kernel, splash_attention
-from tests.tools.programs.test_gpu_program import LINKS
+from tests.tools.programs.links import LINKS
 from tools.programs.compiled import Instruction, compile_step, names, read_program, visits
 from tools.programs.topologies import devices_of
 from training.build import build

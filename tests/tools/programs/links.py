@@ -1,0 +1,4 @@
+"""The links of described devices."""
+
+LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
+"""Instructions that only refer to the results of others."""
