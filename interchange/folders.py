@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Set
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
@@ -63,8 +64,8 @@ def write_hf(
         )
     own = bool(beyond_hf(config.model))
     named, described = (own_name, own_config) if own else (hf_name, hf_config)
-    bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
     chat = converses(config, tokenizer)
+    bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
     # A document ends where the next one starts. With a pad token the network's row of it would never learn.
     eos = "<|assistant_end|>" if chat else bos
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.special_tokens[eos]}
@@ -72,29 +73,42 @@ def write_hf(
     contents = {
         "config.json": described(config) | ids | {"pad_token_id": None, "dtype": dtype},
         "generation_config.json": ids | {"eos_token_id": ends, "pad_token_id": tokenizer.bos},
-        "tokenizer_config.json": {
-            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": bos},
-            **{"model_max_length": config.batch.sequence_length, "clean_up_tokenization_spaces": False},
-            "padding_side": "left",  # a batch of prompts then continues as each alone
-            "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-            # transformers 4 wants a dict as extra_special_tokens; both versions read this list.
-            **({"additional_special_tokens": [*CHAT_TOKENS]} if chat else {}),
-        },
+        "tokenizer_config.json": tokenizer_config(bos, eos, config.batch.sequence_length, chat),
     }
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
-    files |= {"tokenizer.json": json_with_bos(tokenizer)} | (
-        {MODELING.name: MODELING.read_text(encoding="utf-8")} if own else {}
-    )
+    files["tokenizer.json"] = json_with_bos(tokenizer)
+    if own:
+        files[MODELING.name] = MODELING.read_text(encoding="utf-8")
     if chat:
         template = CHAT_TEMPLATE.read_text(encoding="utf-8")
-        tagged = re.sub(r"{#-( (?:end)?generation )-#}", r"{%-\1-%}", template)
-        files |= {CHAT_TEMPLATE.name: template, TRAINING_TEMPLATE: tagged}
-    files |= {"README.md": card} if card else {}
+        files[CHAT_TEMPLATE.name] = template
+        files[TRAINING_TEMPLATE] = re.sub(r"{#-( (?:end)?generation )-#}", r"{%-\1-%}", template)
+    if card:
+        files["README.md"] = card
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards
     )
     write_folder(out, written, files)
+
+
+def tokenizer_config(bos: str, eos: str, length: int, chat: bool) -> dict[str, Any]:
+    """Return tokenizer_config.json for transformers 4 and 5. `length`: tokens of a row. `chat`: the network was trained
+    on conversations."""
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": bos,
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # a batch of prompts then continues as each alone
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+    }
+    if chat:
+        # transformers 4 wants a dict as extra_special_tokens; both versions read this list.
+        content["additional_special_tokens"] = [*CHAT_TOKENS]
+    return content
 
 
 def json_with_bos(tokenizer: TextTokenizer) -> str:
