@@ -4,39 +4,20 @@ networks are equal."""
 import json
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
 from configs.files import load_config
-from configs.schema import Config
 from data.prepare.selection import train_tokenizer
 from interchange.convert import read_network
-from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
-from model.gpt import GPT
+from interchange.folders import REMOTE, beyond_hf, write_hf, write_safetensors
 from system.errors import UserError
-from tests.helpers import FEATURES, TINY, arrays_of, perturbed
+from tests.helpers import TINY, arrays_of
+from tests.interchange.networks import EXPORTED, network, require_params
 
 TOKENIZER = train_tokenizer(["to be or not to be " * 20, "that is the question " * 20], 272)
-EXPORTED = {name: options for name, options in FEATURES.items() if options.keys() <= IN_HF | REMOTE}
-"""The features that the modeling file computes, too."""
-
-
-def network(model=TINY, **options):
-    """Return the config of a run, and parameters for it."""
-    config = Config(name="one", model=replace(model, **options))
-    return config, perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
-
-
-def require_params(folder, expected):
-    """Require exactly these parameters in a folder, with a config of their network."""
-    _, config, params = read_network(folder)
-    jax.tree.map(np.testing.assert_array_equal, expected, jax.device_get(params))
-    return config
 
 
 def test_all_wrong_arrays_are_named_and_other_networks_refused(tmp_path):

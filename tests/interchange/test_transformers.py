@@ -39,8 +39,8 @@ from interchange.formats import MODELING, hf_name, own_name, turned
 from interchange.verification import largest_difference, verify
 from model.gpt import GPT
 from model.loss import loss_sums
-from tests.helpers import TINY, arrays_of, sharded, together
-from tests.interchange.test_interchange import EXPORTED, network, require_params
+from tests.helpers import TINY, arrays_of, sharded
+from tests.interchange.networks import ALL_EXPORTED, network, require_params
 from training.optimizer import path_name
 
 SIZES = {
@@ -52,8 +52,8 @@ SIZES = {
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
 TOKENIZER = train_tokenizer(TEXTS, 300)
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40), np.int32)
-ALL_EXPORTED = together(EXPORTED)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+pytestmark = pytest.mark.usefixtures("modules_of_their_own")
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
@@ -68,16 +68,6 @@ def written(folder: Path, model: ModelConfig):
 
 def loaded(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_of_their_own(tmp_path_factory):
-    """Give transformers a folder of its own for the modeling files that it has read."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
-        patch.syspath_prepend(folder)
-        yield
 
 
 @pytest.fixture(scope="module")
