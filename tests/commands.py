@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,14 +12,15 @@ import pytest
 import data.prepare.__main__
 import evaluate
 import export
+import reinforce
 import sample
 import tools.inspect as inspect_run
 import train
-from hosts.runtime import run_command
 from interchange import convert
 from run.folder import RunFolder
+from tests.hosts.exit_codes import exit_code
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 CONFIG = """
 from configs.schema import *
 
@@ -34,9 +36,15 @@ def get_config():
         log=LogConfig(every_steps=4),
     )
 """
-COMMANDS = {
-    **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.__main__.main, "inspect_run": inspect_run.main, "convert": convert.main},
+COMMANDS: dict[str, Callable[[], int]] = {
+    "train": train.main,
+    "reinforce": lambda: train.main("", reinforce.REINFORCEMENT),
+    "sample": sample.main,
+    "evaluate": evaluate.main,
+    "export": export.main,
+    "prepare": data.prepare.__main__.main,
+    "inspect_run": inspect_run.main,
+    "convert": convert.main,
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "seconds_by_activity", "peak_memory_bytes"}
 PREEMPTED = 143  # the exit code after SIGTERM
@@ -52,23 +60,23 @@ def write_folder(folder: Path, config: str = CONFIG) -> Path:
     return folder
 
 
-def lines_of(run_dir):
+def lines_of(run_dir: Path) -> list[dict]:
     """Return the lines of metrics.jsonl without measured times."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in RunFolder(run_dir).metrics()]
 
 
-def summary(run_dir):
+def summary(run_dir: Path) -> dict:
+    """Return what summary.json says of a complete run."""
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def run(command, monkeypatch, *arguments, devices=2) -> int:
-    """Return the exit code of a command that runs in this process on some of its devices."""
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+def run(command: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, devices: int = 2) -> int:
+    """Run a command in this process on some of its devices, and return its exit code."""
+    with monkeypatch.context() as patch:
         some = jax.devices()[:devices]
         patch.setattr(jax, "devices", lambda *_: some)
         patch.setattr(sys, "argv", [f"{command}.py", *arguments])
-        run_command(COMMANDS[command])
-    return end.value.code or 0
+        return exit_code(COMMANDS[command])
 
 
 def killed_after(step: int, run_dir: Path, copy: Path | str) -> Path:
@@ -82,5 +90,6 @@ def killed_after(step: int, run_dir: Path, copy: Path | str) -> Path:
 
 
 def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
+    """Require the metrics and the parameters of a run that nothing disturbed."""
     assert lines_of(run_dir) == lines_of(untouched)
     assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]

@@ -1,14 +1,14 @@
-"""Run a command's main function, and return the exit code of its process."""
+"""End as a command ends."""
+
+from collections.abc import Callable
 
 import pytest
 
-from hosts.runtime import (
-    run_command,
-)
+from hosts.runtime import run_command
 
 
-def exit_code(main) -> int:
-    """Return the exit code of a command."""
+def exit_code(main: Callable[[], int]) -> int:
+    """Run a command to its end, and return its exit code."""
     with pytest.raises(SystemExit) as end:
         run_command(main)
     return end.value.code

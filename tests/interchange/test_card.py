@@ -7,11 +7,11 @@ import pytest
 
 from configs.schema import Config, DataConfig, EvalConfig
 from interchange.card import model_card
-from tests.helpers import TINY, together
-from tests.interchange.exported import EXPORTED
+from tests.helpers import TINY
+from tests.interchange.networks import ALL_EXPORTED
 
 
-@pytest.mark.parametrize("features", [{}, together(EXPORTED)], ids=["NanoChatForCausalLM", "the modeling file"])
+@pytest.mark.parametrize("features", [{}, ALL_EXPORTED], ids=["NanoChatForCausalLM", "the modeling file"])
 def test_the_card_says_what_a_user_needs_and_tells_of_no_test(features):
     card = model_card(Config("one", model=replace(TINY, **features)), 8, 4096, None, "", True)
     assert not re.search("(?i)tried|tested", card)

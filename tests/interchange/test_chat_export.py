@@ -29,9 +29,9 @@ from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
 from run.network import Network
 from tests.helpers import arrays_of, sharded
-from tests.interchange.exported import network
-from tests.interchange.own_code import ALL_EXPORTED, modules_of_their_own  # noqa: F401
+from tests.interchange.networks import ALL_EXPORTED, network
 
+pytestmark = pytest.mark.usefixtures("modules_of_their_own")
 LENGTH = 64
 TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
 TOKENIZER = train_tokenizer(TEXTS, 272)

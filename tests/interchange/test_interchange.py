@@ -15,7 +15,7 @@ from interchange.convert import read_network
 from interchange.folders import REMOTE, beyond_hf, write_hf, write_safetensors
 from system.errors import UserError
 from tests.helpers import TINY, arrays_of
-from tests.interchange.exported import EXPORTED, network, require_params
+from tests.interchange.networks import EXPORTED, network, require_params
 
 TOKENIZER = train_tokenizer(["to be or not to be " * 20, "that is the question " * 20], 272)
 

@@ -40,8 +40,7 @@ from interchange.verification import largest_difference, verify
 from model.gpt import GPT
 from model.loss import loss_sums
 from tests.helpers import TINY, arrays_of, sharded
-from tests.interchange.exported import network, require_params
-from tests.interchange.own_code import ALL_EXPORTED
+from tests.interchange.networks import ALL_EXPORTED, network, require_params
 from training.optimizer import path_name
 
 SIZES = {
@@ -54,6 +53,7 @@ TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler
 TOKENIZER = train_tokenizer(TEXTS, 300)
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40), np.int32)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+pytestmark = pytest.mark.usefixtures("modules_of_their_own")
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 

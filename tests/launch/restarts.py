@@ -1,3 +1,4 @@
-"""What launch/loop.sh says."""
+"""Which exit codes launch/loop.sh answers with another start."""
 
 OVER = (0, 1, 2, 3, 130)
+"""After these nothing starts again."""

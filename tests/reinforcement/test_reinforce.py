@@ -10,18 +10,15 @@ import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import reinforce
-import train
 from data.tokenizer import load_tokenizer
 from reinforcement.rollouts import Rollouts
 from reinforcement.tasks import Sums
 from run.folder import RunFolder
 from system.errors import Exit
-from tests.commands import COMMANDS, PREEMPTED, ROOT, assert_as_untouched, lines_of, run, summary, write_folder
+from tests.commands import PREEMPTED, ROOT, assert_as_untouched, lines_of, run, summary, write_folder
 from tests.hosts.processes import fail_elsewhere, finish, start
 from tests.run.short_runs import CONFIG
 
-COMMANDS["reinforce"] = lambda: train.main("", reinforce.REINFORCEMENT)
 BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
 RECIPE = """
 from dataclasses import replace

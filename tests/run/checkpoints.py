@@ -1,11 +1,12 @@
-"""Open a run's checkpoints as a start does."""
+"""Open a run's checkpoints as a start does, save states in them, and compare them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from configs.schema import CheckpointConfig
 from model.gpt import parameter_shapes
@@ -15,6 +16,9 @@ from run.saver import Saver
 from tests.helpers import sharded, tiny_config
 from training.optimizer import make_optimizer
 from training.state import TrainState, abstract_state, create_state
+
+KEEP_ALL = CheckpointConfig(keep=99)
+FACTS = {"shapes": parameter_shapes(tiny_config().model)}
 
 
 def opened(
@@ -31,13 +35,8 @@ def restored_newest(folder: str | Path, abstract: TrainState) -> tuple[TrainStat
     return restore_newest(open_cleared(RunFolder(folder)), abstract)
 
 
-KEEP_ALL = CheckpointConfig(keep=99)
-
-FACTS = {"shapes": parameter_shapes(tiny_config().model)}
-
-
 @cache
-def state_on(devices):
+def state_on(devices: int) -> tuple[TrainState, TrainState, Mesh]:
     """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
     config = tiny_config()
     network = sharded(config.model, (devices, 1, 1))
@@ -45,17 +44,20 @@ def state_on(devices):
     return create_state(network, optimizer, 0), abstract_state(network, optimizer), network.mesh
 
 
-def assert_equal(a, b):
+def assert_equal(a: TrainState, b: TrainState) -> None:
+    """Require equal values in every leaf."""
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-def changed(state, by=3):
+def changed(state: TrainState, by: int = 3) -> TrainState:
     """Return a state that differs from a fresh one in every leaf."""
     return jax.tree.map(lambda leaf: leaf + by, state)
 
 
-def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
-    """Save checkpoints with different states, and return the states."""
+def saved(
+    folder: Path, steps: Sequence[int] = (3,), config: CheckpointConfig = KEEP_ALL, devices: int = 1, **facts: Mapping
+) -> dict[int, TrainState]:
+    """Save checkpoints with different states, and return the states by step. `facts` has values by step, too."""
     checkpoints = opened(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
@@ -71,4 +73,5 @@ def close(checkpoints: Saver) -> None:
 
 
 def names(folder: Path) -> list[str]:
+    """Return the names in a run's folder of checkpoints, in the order of their steps."""
     return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))

@@ -27,4 +27,5 @@ def get_config():
 
 
 def losses(run_dir: Path) -> dict[int, float]:
+    """Return the training loss of each logged step."""
     return {line["step"]: line["loss"] for line in RunFolder(run_dir).metrics() if "loss" in line}

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import openai
 
 from data.prepare.selection import train_tokenizer
+from generation.engine import Engine
 from model.sampling import Sampling
 from serving.model import Model
 from serving.server import Batcher, Service, listener, make_server, run_server
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
-
 MODEL = Model("tiny", "0.1 M parameters, trained on words", ("first?", "second?", "third?"))
 
 
 class FakeEngine:
-    """An generation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
+    """A generation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
 
     def __init__(self, script: Callable[[list[int]], Iterable[int]], slots: int = 1):
         self.script, self.slots, self.capacity = script, slots, 200
@@ -69,17 +69,16 @@ def spell(*pieces: str) -> list[int]:
 
 
 def endless(prompt: list[int]) -> Iterator[int]:
+    """Answer without an end."""
     return cycle(spell("word "))
 
 
 @contextmanager
-def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
+def served(engine: FakeEngine | Engine, queue: int = 8) -> Iterator[openai.OpenAI]:
     """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
     batcher = Batcher(engine, queue)
-    server, bound = (
-        make_server(Service(batcher, TOKENIZER, MODEL, Sampling(top_k=40)), "mine"),
-        listener("127.0.0.1", 0),
-    )
+    server = make_server(Service(batcher, TOKENIZER, MODEL, Sampling(top_k=40)), "mine")
+    bound = listener("127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
         wait_until(lambda: server.started)
@@ -93,6 +92,7 @@ def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
+    """Wait, for a minute at most."""
     until = time.monotonic() + 60
     while not reached():
         assert time.monotonic() < until

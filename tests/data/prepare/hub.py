@@ -19,6 +19,7 @@ SHA = "1234567890abcdef1234567890abcdef12345678"
 
 
 def text(i: int) -> str:
+    """Return the text of document `i`."""
     return f"Document {i} has some words of its own, {i * i} and {i**3}, and is \u2014 like the web \u2014 no ASCII."
 
 

@@ -1,15 +1,12 @@
-"""Networks that transformers needs our code for, and the modules of that code."""
+"""Keep the modules that transformers reads from an export apart from those of the user."""
+
+from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import together
-from tests.interchange.exported import EXPORTED
 
-ALL_EXPORTED = together(EXPORTED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_of_their_own(tmp_path_factory):
+@pytest.fixture(scope="module")
+def modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give transformers a folder of its own for the modeling files that it has read."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("modules"))
