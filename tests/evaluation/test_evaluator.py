@@ -18,7 +18,7 @@ def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray, name
 def test_the_error_is_the_standard_deviation_over_evaluations():
     """Compare it with the standard deviation over evaluations of five batches of ten micro-batches of unequal sizes."""
     random = np.random.default_rng(0)
-    sizes = random.integers(100, 5000, (2000, 50))
+    sizes = random.integers(100, 5000, (1000, 50))
     losses = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
     results = [of_sums(of.reshape(5, 10), by.reshape(5, 10) // 4, by) for of, by in zip(losses, sizes)]
     values, errors = ([result[name] for result in results] for name in ("val_bpb", "val_bpb_stderr"))

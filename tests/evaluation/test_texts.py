@@ -15,11 +15,11 @@ from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import TextTokenizer
 from evaluation.statistics import ratio
 from evaluation.texts import bits_of, compared, figures, read_documents
-from model.gpt import GPT
 from model.loss import softcap
 from system.errors import UserError
 from tests.data.preparations import write_files
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
+from training.sharded import split_model
 
 LENGTH = 84  # tokens per row: no size that rows are rounded up to
 MODEL = replace(CONFIG, short_window=20)
@@ -29,7 +29,7 @@ DOCUMENTS = [Document(f"document {i}", text) for i, text in enumerate(TEXTS)]
 
 def test_a_document_s_bits_are_those_of_its_tokens_in_rows_of_their_own():
     measured = bits_of(network(1, LENGTH, short_window=20), "runs/x", DOCUMENTS)
-    graphdef, _ = nnx.split(GPT(MODEL, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+    graphdef, _ = split_model(MODEL, jnp.dtype("float32"))
     model = nnx.merge(graphdef, params())
     logits_of = jax.jit(lambda tokens: softcap(model(tokens)[0], MODEL.softcap)[0])
     for bits, ids in zip(measured, tokenizer().encode(TEXTS), strict=True):

@@ -14,6 +14,7 @@ from model.loss import loss_sums, softcap
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
 from training.optimizer import parameter_groups
+from training.sharded import split_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 20), np.int32))
 
@@ -78,9 +79,8 @@ def test_flops_per_token():
     """XLA also counts element-wise work, a few percent at these sizes. The length is one block of attention: with
     longer ones, it skips scores that the convention counts."""
     config = ModelConfig(depth=1, width=512, heads=8, kv_heads=2, head_dim=64, vocab_size=2048)
-    model, params = build(config)
+    graphdef, params = split_model(config, jnp.dtype("float32"))
     rows = jnp.zeros((8, 64), jnp.int32)
-    graphdef, _ = nnx.split(model)
     loss = lambda params: loss_sums(nnx.merge(graphdef, params), rows, rows, jnp.ones(rows.shape))[0]
     cost = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()
     assert cost["flops"] / rows.size == pytest.approx(flops_per_token(config, 64), rel=0.04)

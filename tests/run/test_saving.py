@@ -22,8 +22,6 @@ from system.errors import StorageLost, TrainingAborted
 from system.files import RETRY_SECONDS
 from tests.run.checkpoints import FACTS, KEEP_ALL, assert_equal, names, opened, saved, state_on
 
-STATE = state_on(1)[0]
-
 
 class FakeSaving:
     """A save that ends at once, and fails for the steps in `failing`."""
@@ -60,8 +58,8 @@ def train(checkpoints: Saver) -> None:
         if step % 5 == 0:
             checkpoints.poll()
         if step % checkpoints.config.every_steps == 0 or checkpoints.overdue:
-            checkpoints.save(step, STATE, FACTS)
-    checkpoints.save_last(40, STATE, FACTS)
+            checkpoints.save(step, state_on(1)[0], FACTS)
+    checkpoints.save_last(40, state_on(1)[0], FACTS)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +102,10 @@ def test_a_last_save_that_fails_does_not_replace_the_error_that_ends_the_run(tmp
     monkeypatch.setattr("system.files.RETRY_SECONDS", -1)  # over at the first failure
     monkeypatch.setattr("system.files.FEWEST_ATTEMPTS", 1)
     with pytest.raises(type(error), match=str(error)), opened(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(40, STATE, FACTS)
+        checkpoints.save(40, state_on(1)[0], FACTS)
         raise error
     with pytest.raises(StorageLost), opened(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(40, STATE, FACTS)
+        checkpoints.save(40, state_on(1)[0], FACTS)
 
 
 def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypatch, pauses):
@@ -119,13 +117,13 @@ def test_a_store_that_takes_long_to_fail_gets_three_attempts(tmp_path, monkeypat
     monkeypatch.setattr(FakeSaving, "failing", {1, 2})
     checkpoints = opened(tmp_path, KEEP_ALL)
     for step in (1, 2, 3):
-        checkpoints.save(step, STATE, FACTS)
+        checkpoints.save(step, state_on(1)[0], FACTS)
     checkpoints.wait()
     assert checkpoints.steps == [3] and not checkpoints.failures
     FakeSaving.failing |= {4, 5, 6}
     with pytest.raises(StorageLost, match="the disk is full"):
         for step in (4, 5, 6, 7):
-            checkpoints.save(step, STATE, FACTS)
+            checkpoints.save(step, state_on(1)[0], FACTS)
     assert len(checkpoints.failures) == 3
 
 
@@ -133,10 +131,10 @@ def test_a_run_whose_lock_another_machine_took_gives_way_before_it_saves(tmp_pat
     """Some disks let every machine have the lock."""
     with RunLock(RunFolder(tmp_path)):
         checkpoints = opened(tmp_path, CheckpointConfig())
-        checkpoints.save(10, STATE, FACTS)
+        checkpoints.save(10, state_on(1)[0], FACTS)
         (tmp_path / "lock").write_text("process 7 on gpu-3, since then\n")
         with pytest.raises(TrainingAborted, match=r"written to by another process, too \(process 7 on gpu-3, since"):
-            checkpoints.save(20, STATE, FACTS)
+            checkpoints.save(20, state_on(1)[0], FACTS)
     assert checkpoints.steps == [10]
 
 
@@ -146,19 +144,19 @@ def test_a_disk_that_does_not_answer_during_a_save_costs_only_that_save(tmp_path
     with RunLock(RunFolder(tmp_path)):
         checkpoints = opened(tmp_path, KEEP_ALL)
         (tmp_path / "config.json").touch()
-        checkpoints.save(10, STATE, facts)
+        checkpoints.save(10, state_on(1)[0], facts)
         unanswered.add(name)
-        checkpoints.save(20, STATE, facts)
+        checkpoints.save(20, state_on(1)[0], facts)
         assert [failure.may_pass for failure in checkpoints.failures] == [True] and checkpoints.steps == [10]
         unanswered.clear()
-        checkpoints.save(30, STATE, facts)
+        checkpoints.save(30, state_on(1)[0], facts)
         checkpoints.wait()
     assert checkpoints.steps == [10, 30] and not checkpoints.failures
 
 
 def test_a_run_whose_folder_is_deleted_meanwhile_ends(tmp_path):
     with pytest.raises(TrainingAborted, match=r"config\.json was deleted while the run wrote to its folder"):
-        opened(tmp_path, KEEP_ALL).save(10, STATE, FACTS | {"config": {}})
+        opened(tmp_path, KEEP_ALL).save(10, state_on(1)[0], FACTS | {"config": {}})
 
 
 def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name_and_the_old_one_goes_after(tmp_path, monkeypatch):

@@ -165,6 +165,7 @@ def run_main(monkeypatch, *more: str) -> int:
     return command.main()
 
 
+@pytest.mark.medium
 def test_the_program_passes_the_step_and_fails_one_that_reduces_every_micro_batch(monkeypatch, capsys):
     assert run_main(monkeypatch, "--micro_batches=3") == 0
     output = capsys.readouterr().out
