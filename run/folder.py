@@ -194,10 +194,15 @@ def is_of_this_process(line: str) -> bool:
     return line == line_of_lock().rstrip("\n")
 
 
-@cache
 def origin_folder(name: str) -> RunFolder:
     """Return the folder of the run that another begins from. A start asks for it several times, and copies the record
     of one in a bucket once."""
+    return _origin_at(name, str(storage_path(name)))
+
+
+@cache
+def _origin_at(name: str, path: str) -> RunFolder:
+    """Return one folder for each name and the path that it has in the working folder."""
     return RunFolder(name)
 
 
