@@ -1,6 +1,8 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 from configs.arguments import StartArguments
 from configs.command_line import parse, parse_own, refuse_mistakes
@@ -44,6 +46,7 @@ def train(
         state, step = run.start.state, run.start.step
         run.evaluate_first(step, state.params)
         while step < config.steps and not stop.ask():
+            run.profile.before(step + 1, state)
             batch = run.next_batch(step, state.params)
             if batch is None:  # asked to stop meanwhile
                 break
@@ -61,10 +64,10 @@ def train(
     return ending.complete(config, folder, state, run.log.tokens(step), run.log.seconds, timeline)
 
 
-def text_source(built: Build, text: Text, start: ResumePoint) -> Source:
-    """Return a text's rows after a point as the source of batches, which evaluates on held-out text."""
+def text_source(built: Build, text: Text) -> Callable[[ResumePoint], Source]:
+    """Return the function from a point to a text's rows after it, a source that evaluates on held-out text."""
     benchmark = benchmark_of_run(built, text) if built.config.eval.tasks else None
-    return TextSource(built, text, start, Evaluator(built, text, benchmark))
+    return partial(TextSource, built, text, Evaluator(built, text, benchmark))
 
 
 ON_TEXT = Stage(open_text_of_run, text_source)

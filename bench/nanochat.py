@@ -269,7 +269,7 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     trainer = Trainer(config, arguments)
     built, text = open_text_of_run(config, RunFolder(config.run_dir))
     evaluator = Evaluator(built, text)
-    source = TextSource(built, text, ResumePoint(built.abstract_state), evaluator)
+    source = TextSource(built, text, evaluator, ResumePoint(built.abstract_state))
     trainer.compile(source.step_batches[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
     sums: Any = lambda _, batch: summed(trainer.network, batch, arguments.device)

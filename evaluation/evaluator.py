@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from configs.schema import with_options
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.prompts import encode_prompts
@@ -92,7 +93,9 @@ class Evaluator:
             )
 
         self.prompts, (self.batches, self.text_bytes) = on_every_process("the held-out rows", read)
-        network = Network(config, text.tokenizer, {}, built.network)
+        longest = max(map(len, self.prompts), default=0) + config.eval.sample_tokens
+        row = {"batch.sequence_length": min(longest, config.batch.sequence_length)}
+        network = Network(with_options(config, row), text.tokenizer, {}, built.network)
         self.engine = Engine(network, len(self.prompts)) if self.prompts else None
 
     def __call__(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
@@ -121,6 +124,7 @@ class Evaluator:
             return []
         self.engine.load(params)
         sampling = Sampling(seed=self.built.config.seed)
-        texts = continuations(self.engine, self.prompts, self.built.config.eval.sample_tokens, sampling)
-        self.engine.unload()
-        return texts
+        try:
+            return continuations(self.engine, self.prompts, self.built.config.eval.sample_tokens, sampling)
+        finally:
+            self.engine.unload()

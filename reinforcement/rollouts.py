@@ -181,15 +181,16 @@ class Rollouts:
         return asked
 
 
-def rollouts_of(built: Build, questions: Questions, start: ResumePoint) -> Rollouts:
-    """Return the rollouts of a run, with an engine for the network of its state, and as many slots as a micro-batch has
-    answers."""
+def rollouts_of(built: Build, questions: Questions) -> Callable[[ResumePoint], Rollouts]:
+    """Return the function from a point to the rollouts of a run after it: the same from any point. Their engine has as
+    many slots as a micro-batch has answers."""
     config = built.config
     per_row = config.batch.sequence_length // config.reinforce.tokens
     slots = config.batch.rows * per_row * batch_devices(built.mesh)
     short = with_options(config, {"batch.sequence_length": config.reinforce.tokens})  # the caches' rows
     network = Network(short, questions.tokenizer, {}, built.network)
-    return Rollouts(built, questions, Engine(network, min(slots, answers_of_step(config))))
+    rollouts = Rollouts(built, questions, Engine(network, min(slots, answers_of_step(config))))
+    return lambda start: rollouts
 
 
 def whole_to_devices(batch: dict[str, np.ndarray], shape: tuple[int, ...], sharding: NamedSharding) -> Any:

@@ -134,7 +134,7 @@ class RunFolder:
                     copy.write_bytes(path.read_bytes())
                     about = copy.stat()
                     self.uploaded[copy] = (about.st_size, about.st_mtime_ns)
-        self.has_copy = True
+        self.has_copy = self.config_json.exists()
 
     def upload(self) -> None:
         """Copy what changed in the record of a run in a bucket there, and delete what is gone; do nothing for a run on

@@ -82,9 +82,11 @@ class MetricsLog:
         source: Source,
         resume_point: ResumePoint,
         writer: MetricsWriter,
+        scores: dict[int, float],
         timeline: Timeline,
     ):
-        """Continue a run's log, whose lines end at `resume_point`."""
+        """Continue a run's log, whose lines end at `resume_point`. It adds the score of each evaluated step to
+        `scores`: the lowest is best."""
         config = self.config = built.config
         self.built, self.folder, self.source, self.start, self.writer = built, folder, source, resume_point, writer
         self.timeline = timeline
@@ -94,8 +96,8 @@ class MetricsLog:
         """Losses of the newest steps that were read."""
         self.skipped, self.skipped_in_a_row = int(resume_point.state.skipped_steps), 0
         name, sign = source.score
-        self.scores = {step: sign * figure for step, figure in figures_by_step(writer.lines, name).items()}
-        """The score of each evaluated step, by the lines that are on this machine: the lowest is best."""
+        self.scores = scores
+        self.scores |= {step: sign * figure for step, figure in figures_by_step(writer.lines, name).items()}
         self.pace = Pace(self.seconds, resume_point.tokens)
         self.watchdog = Watchdog(config.hang, timeline, resume_point.step, self._end_as_hung)
         self.bar = tqdm(
@@ -130,11 +132,14 @@ class MetricsLog:
         """Write a line."""
         self.writer.write({"step": step, "tokens": self.tokens(step), **facts})
 
+    def begin(self, step: int) -> None:
+        """Note that a step begins: from now on the watchdog allows for it."""
+        self.watchdog.dispatched = step
+
     def step(self, step: int, metrics: Metrics, batch: StepBatch) -> None:
         """Take the metrics of a step that the devices have just begun, and its batch. Log the step before it."""
         self.flush()
         self.unread = (step, metrics | batch.figures)
-        self.watchdog.dispatched = step
         self.pace.dispatched(metrics, batch.waited)
 
     def flush(self) -> None:

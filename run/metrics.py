@@ -39,15 +39,17 @@ RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run'
 
 
 def continue_metrics(folder: RunFolder, step: int, config: Config) -> "MetricsWriter":
-    """Drop the lines of metrics.jsonl after `step`, and return the writer of new ones, on the first process. Raise
-    OSError if the disk does not answer."""
+    """Drop the lines of metrics.jsonl after `step`, begin TensorBoard's file again, and return the writer of new lines,
+    on the first process. Raise OSError if the disk does not answer."""
     if jax.process_index() > 0:
         return MetricsWriter(folder, [])
     # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
     lines = [line for line in folder.metrics() if line["step"] <= step] if step else []
     write_whole(folder.local / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     wandb = Wandb(config, folder) if config.log.wandb else None
-    return MetricsWriter(folder, lines, wandb, options(config))
+    writer = MetricsWriter(folder, lines, wandb, options(config))
+    writer.show(lines)
+    return writer
 
 
 class MetricsWriter:
@@ -73,8 +75,6 @@ class MetricsWriter:
         self.waiting: list[dict] = []
         """Lines that the disk had no room for."""
         self.tensorboard: TensorBoard | None = None
-        if self.writes:
-            self._show(lines)
 
     def write(self, line: dict) -> None:
         """Write one line, with the time: a logged step, an evaluation with its samples, or a change of the config.
@@ -88,12 +88,12 @@ class MetricsWriter:
             self.problem = f"{self.path} cannot be written: {error.strerror or error}; its lines wait in memory"
             return
         lines, self.waiting, self.problem = self.waiting, [], ""
-        self._show(lines)
+        self.show(lines)
         if self.wandb:
             for line in lines:
                 self.wandb.show(line)
 
-    def _show(self, lines: list[dict]) -> None:
+    def show(self, lines: list[dict]) -> None:
         """Write lines for TensorBoard; all of them again at the start, and after its file could not be written."""
         try:
             if self.tensorboard is None:

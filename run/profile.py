@@ -16,33 +16,28 @@ class Profile:
     def __init__(self, config: Config, folder: RunFolder, step: int):
         """Take the step after which the run continues."""
         self.first, self.last = profiled_steps(config) or (0, 0)
-        self.folder, self.start = folder.local / "profile", step
+        self.folder = folder.local / "profile"
         self.tracing = False
         if 0 < self.first <= step:
             LOGGER.info(f"--profile.steps={config.profile.steps}: step {step} is done already; nothing is traced")
 
+    def before(self, step: int, state: TrainState) -> None:
+        """Start the trace at its first step, once the devices have completed the steps before."""
+        if step == self.first and jax.process_index() == 0:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self.folder)
+            self.tracing = True
+
     def after(self, step: int, state: TrainState) -> None:
-        """Write the trace after its last step, and begin it before its first, once the devices are done with `step`."""
+        """Wait for the trace's last step, and write the trace."""
         if step == self.last and self.tracing:
             jax.block_until_ready(state)
-            self._write()
-        if step == self.first - 1 and jax.process_index() == 0:
-            jax.block_until_ready(state)
-            self._begin()
+            self.__exit__()
 
     def __enter__(self) -> "Profile":
-        if self.start == self.first - 1 and jax.process_index() == 0:
-            self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.tracing:
-            self._write()
-
-    def _begin(self) -> None:
-        jax.profiler.start_trace(self.folder)
-        self.tracing = True
-
-    def _write(self) -> None:
-        self.tracing = False
-        jax.profiler.stop_trace()
+            self.tracing = False
+            jax.profiler.stop_trace()

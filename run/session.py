@@ -58,6 +58,7 @@ class Session(NamedTuple):
 
     def next_batch(self, step: int, params: dict) -> StepBatch | None:
         """Return the batch of the step after `step`; None if the run was asked to stop meanwhile."""
+        self.log.begin(step + 1)
         with self.timeline.during("batches"):
             return self.source.batch(step, params, self.stop.ask)
 
@@ -121,14 +122,17 @@ def open_session(run: Prepared, stop: Stop, timeline: Timeline) -> Iterator[Sess
     folder, changes = run.folder, run.status.changes
     built, steps = run.fitting.compile(run.built, run.checkpoints.newest, timeline)
     config = built.config
+    source_after = run.stage.source(built, run.material)
     start = resume(built, run.checkpoints, timeline) or begin(built)
-    source = run.stage.source(built, run.material, start)
+    source = source_after(start)
+    scores: dict[int, float] = {}
+    with io_limit(config.hang, "opening the checkpoints"):
+        saver = Saver(folder, config.checkpoint, scores)  # which keeps the best one
     record_start(folder, built, run.material, changes, start)
     writer = on_every_process("its metrics", partial(continue_metrics, folder, start.step, config))
-    log = MetricsLog(built, folder, source, start, writer, timeline)
+    log = MetricsLog(built, folder, source, start, writer, scores, timeline)
     if changes:
         log.write(start.step, {"changes": changes})
-    saver = Saver(folder, config.checkpoint, log.scores)  # which keeps the best one
     shapes = parameter_shapes(config.model)
     facts_of_run = {"dataset": run.material.fingerprint, "config": asdict(config), "shapes": shapes}
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s

@@ -97,5 +97,6 @@ class Stage(NamedTuple):
 
     open: Callable[[Config, RunFolder], tuple[Build, Any]]
     """Return the run's build and its `Material`. Raise UserError for a mistake in either."""
-    source: Callable[[Build, Any, ResumePoint], Source]
-    """Return the source of the steps after a point."""
+    source: Callable[[Build, Any], Callable[[ResumePoint], Source]]
+    """Return the function from a point to the source of the steps after it. Raise UserError for what only shows once
+    the rows are known."""

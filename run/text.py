@@ -72,7 +72,7 @@ class TextSource:
     loss_is_a_measure = True
     why_empty = ""
 
-    def __init__(self, built: Build, text: Text, resume_point: ResumePoint, evaluator: Evaluate):
+    def __init__(self, built: Build, text: Text, evaluator: Evaluate, resume_point: ResumePoint):
         config, shape, sharding = built.config, built.batch_shape, built.batch_sharding
         self.text, self.evaluator = text, evaluator
         self.first_step = resume_point.step
@@ -87,8 +87,9 @@ class TextSource:
         """Return the next batch, and the epochs of each dataset up to its end. Steps must follow each other."""
         asked = running_seconds()
         arrays = next(self.batches)
+        waited = (asked, running_seconds())
         rows_so_far = self.step_batches.first_row_of(step + 1 - self.first_step)
-        return StepBatch(arrays, {"epochs": self.text.epochs(rows_so_far)}, (asked, running_seconds()))
+        return StepBatch(arrays, {"epochs": self.text.epochs(rows_so_far)}, waited)
 
     def rows_of(self, step: int) -> dict[str, list]:
         """Return a step's rows (dataset, row of it), and the beginnings of the first ones as text."""

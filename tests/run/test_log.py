@@ -48,7 +48,7 @@ def make(tmp_path, messages):
         writer = continue_metrics(RunFolder(run_dir), step, config)
         timeline = Timeline()
         steps.enter_context(timeline.during("steps"))
-        log = MetricsLog(built, RunFolder(run_dir), source, start, writer, timeline)
+        log = MetricsLog(built, RunFolder(run_dir), source, start, writer, {}, timeline)
         logs.append(log)
         return log
 
@@ -66,6 +66,7 @@ def metrics(loss: float, skipped: int = 0, norm: float = 1.0, tokens: int = TOKE
 
 def take(log: MetricsLog, step: int, metrics: Any) -> None:
     """Log a step whose batch was there at once."""
+    log.begin(step)
     log.step(step, metrics, StepBatch({}, {"epochs": {"text": step / 2}}))
 
 

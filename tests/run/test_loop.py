@@ -131,6 +131,7 @@ def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append(f"to {step}"))
     with Profile(config, RunFolder(tmp_path), resumed) as profile:
         while step < config.steps:
+            profile.before(step + 1, state)  # pyright: ignore
             step += 1
             profile.after(step, state)  # pyright: ignore
     assert seen == traced and messages == says
