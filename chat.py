@@ -48,7 +48,7 @@ from generation.engine import Engine
 from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.sampling import Sampling
-from run.folder import RunFolder
+from run.folder import folder_to_read
 from run.network import open_network
 from serving.model import model_of, size_of
 from serving.server import listener, serve
@@ -73,7 +73,7 @@ def main() -> int:
     if address:
         at = f"http://{arguments.host}:{address.getsockname()[1]}"
         note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
-        name = RunFolder(arguments.run_dir).path.name
+        name = folder_to_read(arguments.run_dir).path.name
         model = model_of(network.config, name, network.dataset)
         serve(engine, network.tokenizer, model, sampling, address, arguments.host, arguments.queue)
         return 0

@@ -72,7 +72,7 @@ from evaluation.texts import bits_of, compared, figures, read_documents
 from hosts.distributed import on_every_process
 from hosts.runtime import cache_dir, run_command, start_jax
 from run.config_json import config_of_run
-from run.folder import RunFolder
+from run.folder import folder_to_read
 from run.network import Network, open_network
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
@@ -86,7 +86,7 @@ def main() -> int:
 
     def require_runs() -> None:
         for run_dir in filter(None, (arguments.run_dir, arguments.against)):
-            facts, _ = config_of_run(RunFolder(run_dir))
+            facts, _ = config_of_run(folder_to_read(run_dir))
             if evaluation is held_out and not facts["dataset"]:
                 raise UserError(f"{run_dir} has no text of its own: it was converted; give --source=PATH or --tasks")
 

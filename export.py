@@ -44,7 +44,7 @@ from interchange.card import card_of_run
 from interchange.folders import converses, write_hf, write_safetensors
 from interchange.shards import read_in_shards
 from interchange.verification import require_transformers, verify_run
-from run.folder import RunFolder
+from run.folder import folder_to_read
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
     if arguments.verify:
         require_transformers()
     start_jax()
-    folder = RunFolder(arguments.run_dir)
+    folder = folder_to_read(arguments.run_dir)
     config, step, shards = read_in_shards(folder, int(arguments.shard_gigabytes * 1e9), arguments.step)
     tokenizer = load_tokenizer(folder.fetched() / "tokenizer")
     if plain:

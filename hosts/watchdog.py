@@ -22,8 +22,6 @@ from system.errors import Exit
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
 FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
-
-
 LIMITED = {"evaluation": "an evaluation", "saves": "saving"}
 """Activities that may take `hang.io_seconds` at a time, as a message names them."""
 
@@ -71,10 +69,10 @@ class Watchdog:
 
     def check(self) -> None:
         """Call `on_timeout` if the current activity has taken longer than it may."""
-        activity, start, now = self.timeline.now()
-        if activity in LIMITED and 0 < self.config.io_seconds < now - start:
-            self.on_timeout(io_reason(self.config, LIMITED[activity]))
-        if activity not in STEPPING or not self.config.seconds:
+        current = self.timeline.now()
+        if current.activity in LIMITED and 0 < self.config.io_seconds < current.seconds:
+            self.on_timeout(io_reason(self.config, LIMITED[current.activity]))
+        if current.activity not in STEPPING or not self.config.seconds:
             return
         passed = self.timeline.seconds(*STEPPING) - self.since
         if passed > self.allowed:

@@ -20,6 +20,7 @@ from generation.engine import Answer, Engine
 from model.sampling import Sampling
 from reinforcement.questions import Questions, answers_of_step, prompt_of
 from reinforcement.tasks import Problem
+from run.due import is_due
 from run.network import Network
 from run.source import ResumePoint, StepBatch
 from training.build import Build
@@ -71,7 +72,7 @@ class Rollouts:
             "equal_rewards": equal_rewards,
             "tokens_per_answer": sum(len(one.answer.tokens) for one in answers) / len(answers),
         }
-        if (step + 1) % self.config.log.every_steps == 0:
+        if is_due(step + 1, self.config.log.every_steps):
             figures["entropy"] = self.entropy(params, answers)
         return StepBatch(self.arrays(answers, weights), figures)
 

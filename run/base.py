@@ -9,7 +9,7 @@ from configs.schema import Config, with_options
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from run.config_json import config_of_run
-from run.folder import RunFolder, origin_folder
+from run.folder import folder_to_read
 from system.errors import UserError
 from system.files import cache_dir
 
@@ -17,7 +17,7 @@ from system.files import cache_dir
 def base_of_chat(config: Config) -> Config:
     """Return the options of the run in `config.init_from`, with `data.tokenizer` of `config`, or else the run's own.
     Raise UserError if there is no run, or if the tokenizer lacks the tokens of conversations."""
-    origin = origin_folder(config.init_from)
+    origin = folder_to_read(config.init_from)
     _, base = config_of_run(origin)
     home = Path(config.data.tokenizer or origin.fetched() / "tokenizer")
     tokenizer = load_tokenizer(home)
@@ -35,7 +35,7 @@ def resumed_run(config: Config) -> Config | None:
     """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
     from another network."""
     config = resolved(config)
-    folder = RunFolder(config.run_dir)
+    folder = folder_to_read(config.run_dir)
     if not folder.retried(folder.finished_steps):
         return None
     resumed = config_of_run(folder)[1]
@@ -48,7 +48,7 @@ def resumed_run(config: Config) -> Config | None:
 def config_of_continued(run_dir: str) -> Config:
     """Return the config with which a run continues: the recorded one, with the run's own tokenizer if the recorded one
     is gone. Raise UserError if there is no run."""
-    folder = RunFolder(run_dir)
+    folder = folder_to_read(run_dir)
     _, config = config_of_run(folder)
     tokenizer = config.data.tokenizer
     if not tokenizer or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists():

@@ -27,7 +27,7 @@ def config_of_run(folder: RunFolder) -> tuple[dict[str, Any], Config]:
             f"--source={source}"
         )
     with reading(folder.name):
-        is_run = folder.retried(lambda: is_there(record))
+        is_run = folder.retried(is_there, record)
     if not is_run:
         runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{folder} holds no run (no config.json); runs here: {runs or 'none'}")

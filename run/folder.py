@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec.config
 from etils import epath
@@ -94,14 +94,14 @@ class RunFolder:
         folder = self.path if self.in_bucket else self.local
         return read_if_there(folder / "lock").decode().partition("\n")[0]
 
-    def retried(self, function: Callable[[], T]) -> T:
+    def retried(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of `function`, which reads the folder, for as long as its disk or store needs."""
-        return with_retries(self.name, function)
+        return with_retries(self.name, partial(function, *arguments))
 
-    def writing(self, function: Callable[[], T]) -> T:
+    def writing(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of `function`, for as long as the disk or store needs. Raise UserError if it refuses."""
         try:
-            return self.retried(function)
+            return self.retried(function, *arguments)
         except OSError as error:
             raise UserError(f"--run_dir={self.name} cannot be written: {error}") from error
 
@@ -194,14 +194,14 @@ def is_of_this_process(line: str) -> bool:
     return line == line_of_lock().rstrip("\n")
 
 
-def origin_folder(name: str) -> RunFolder:
-    """Return the folder of the run that another begins from. A start asks for it several times, and copies the record
-    of one in a bucket once."""
-    return _origin_at(name, str(storage_path(name)))
+def folder_to_read(name: str | Path) -> RunFolder:
+    """Return the folder of a run that a command reads, or that another begins from. Several places of a command ask for
+    it, and it copies the record of one in a bucket once. A run that the command writes has a folder of its own."""
+    return _folder_at(str(name), str(storage_path(name)))
 
 
 @cache
-def _origin_at(name: str, path: str) -> RunFolder:
+def _folder_at(name: str, path: str) -> RunFolder:
     """Return one folder for each name and the path that it has in the working folder."""
     return RunFolder(name)
 

@@ -14,7 +14,7 @@ from hosts.distributed import on_first_process
 from model.kernels import window_of
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
-from run.folder import RunFolder, origin_folder
+from run.folder import RunFolder, folder_to_read
 from system.errors import Damaged, NoCheckpoint, UserError
 from training.build import Build
 from training.state import TrainState
@@ -25,7 +25,7 @@ def origin_of(config: Config, folder: RunFolder) -> RunFolder | None:
     has a checkpoint. Every process must call it."""
     if not config.init_from or on_first_process(partial(folder.retried, folder.finished_steps)):
         return None
-    return origin_folder(config.init_from)
+    return folder_to_read(config.init_from)
 
 
 def require_same_vocabulary(origin: RunFolder, tokenizer: TextTokenizer) -> None:
@@ -86,7 +86,7 @@ def initial_state(built: Build) -> TrainState:
     config = built.config
     if not config.init_from:
         return built.create_state()
-    checkpoints = Checkpoints(origin_folder(config.init_from))
+    checkpoints = Checkpoints(folder_to_read(config.init_from))
     if not config.init_optimizer:
         return built.create_state()._replace(params=checkpoints.restore_params(built.abstract_state.params)[0])
     try:

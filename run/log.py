@@ -14,6 +14,7 @@ from hosts.clock import STEPPING, Timeline, running_seconds
 from hosts.machines import peak_flops
 from hosts.watchdog import Watchdog, end_as_hung, time_limit
 from model.gpt import flops_per_token
+from run.due import is_logged
 from run.ending import COMMAND_SECONDS, tell
 from run.folder import RunFolder
 from run.metrics import MetricsWriter
@@ -85,8 +86,7 @@ class MetricsLog:
         scores: dict[int, float],
         timeline: Timeline,
     ):
-        """Continue a run's log, whose lines end at `resume_point`. It adds the score of each evaluated step to
-        `scores`: the lowest is best."""
+        """Continue a run's log, whose lines end at `resume_point`. It adds later scores to `scores` (`scores_of`)."""
         config = self.config = built.config
         self.built, self.folder, self.source, self.start, self.writer = built, folder, source, resume_point, writer
         self.timeline = timeline
@@ -95,9 +95,7 @@ class MetricsLog:
         self.losses = deque(resume_point.losses, WINDOW)
         """Losses of the newest steps that were read."""
         self.skipped, self.skipped_in_a_row = int(resume_point.state.skipped_steps), 0
-        name, sign = source.score
         self.scores = scores
-        self.scores |= {step: sign * figure for step, figure in figures_by_step(writer.lines, name).items()}
         self.pace = Pace(self.seconds, resume_point.tokens)
         self.watchdog = Watchdog(config.hang, timeline, resume_point.step, self._end_as_hung)
         self.bar = tqdm(
@@ -157,7 +155,7 @@ class MetricsLog:
         self._count_skipped(step, values)
         if self.source.loss_is_a_measure:
             self._report_spike(step, values["loss"])
-        if step % self.config.log.every_steps == 0 or step == self.config.steps:
+        if is_logged(step, self.config):
             self._log(step, values)
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise TrainingAborted(f"{MOST_SKIPPED} steps in a row were skipped")
@@ -206,8 +204,7 @@ class MetricsLog:
     def evaluation(self, step: int, results: dict[str, Any]) -> None:
         """Write the results of an evaluation."""
         self.write(step, results)
-        name, sign = self.source.score
-        self.scores[step] = sign * results[name]
+        self.scores |= scores_of(self.source, [{"step": step, **results}])
         for line in self.source.describe_evaluation(results):
             LOGGER.info(f"step {step}: {line}")
 
@@ -216,6 +213,12 @@ class MetricsLog:
         with time_limit(2 * COMMAND_SECONDS, reason):  # the run's disk may hang, too
             tell(self.config, self.folder, "failure", f"a hang: {reason}", self.watchdog.dispatched)
         end_as_hung(reason)
+
+
+def scores_of(source: Source, lines: list[dict]) -> dict[int, float]:
+    """Return the score of each evaluated step by these lines of metrics.jsonl: the lowest is best."""
+    name, sign = source.score
+    return {step: sign * figure for step, figure in figures_by_step(lines, name).items()}
 
 
 def mfu_of(built: Build, tokens_per_second: float) -> float | None:

@@ -38,16 +38,24 @@ WANDB_SECONDS = 30  # that a start, and the end of a run, wait for Weights & Bia
 RESULTS = ("loss", "val_loss", "val_bpb")  # TensorBoard shows it with each run's options
 
 
-def continue_metrics(folder: RunFolder, step: int, config: Config) -> "MetricsWriter":
-    """Drop the lines of metrics.jsonl after `step`, begin TensorBoard's file again, and return the writer of new lines,
-    on the first process. Raise OSError if the disk does not answer."""
+def drop_metrics_after(folder: RunFolder, step: int) -> list[dict]:
+    """Drop the lines of metrics.jsonl after `step`, on the first process, and return the others; none elsewhere. Raise
+    OSError if the disk does not answer."""
     if jax.process_index() > 0:
-        return MetricsWriter(folder, [])
+        return []
     # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
     lines = [line for line in folder.metrics() if line["step"] <= step] if step else []
     write_whole(folder.local / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def open_metrics(folder: RunFolder, lines: list[dict], config: Config) -> "MetricsWriter":
+    """Begin TensorBoard's file again with the lines that metrics.jsonl has, and return the writer of later ones. An
+    error of TensorBoard or of Weights & Biases is reported, and not raised."""
+    if jax.process_index() > 0:
+        return MetricsWriter(folder)
     wandb = Wandb(config, folder) if config.log.wandb else None
-    writer = MetricsWriter(folder, lines, wandb, options(config))
+    writer = MetricsWriter(folder, wandb, options(config))
     writer.show(lines)
     return writer
 
@@ -62,13 +70,11 @@ class MetricsWriter:
     def __init__(
         self,
         folder: RunFolder,
-        lines: list[dict],
         wandb: "Wandb | None" = None,
         hparams: Mapping[str, object] = MappingProxyType({}),
     ):
-        """Continue after `lines`, those that the file has. `wandb` sends new lines. `hparams`: the run's options for
-        TensorBoard."""
-        self.lines, self.hparams, self.wandb = lines, hparams, wandb
+        """Append to the file as it is. `wandb` sends new lines. `hparams`: the run's options for TensorBoard."""
+        self.hparams, self.wandb = hparams, wandb
         self.writes = jax.process_index() == 0
         self.problem = ""
         self.path = folder.local / "metrics.jsonl"

@@ -13,7 +13,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import on_every_process
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
-from run.folder import RunFolder
+from run.folder import folder_to_read
 from training.mesh import sizes_of
 from training.sharded import ShardedNetwork, shard_network
 from training.state import compute_dtype
@@ -36,8 +36,7 @@ class Network:
 def open_network(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Network:
     """Return the network of a run's checkpoint of `step`, or of the newest. Raise UserError if there is none, or if the
     mesh cannot divide it, and NoCheckpoint if the checkpoint is damaged. Every process must call it."""
-
-    folder = RunFolder(run_dir)
+    folder = folder_to_read(run_dir)
 
     def read() -> tuple[dict[str, Any], Config, TextTokenizer]:
         facts, config = config_of_run(folder)

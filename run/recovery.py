@@ -20,7 +20,7 @@ def open_cleared(run: RunFolder) -> Checkpoints:
     """Clear a run's folder of checkpoints of what a kill left, and return the complete ones. Every process must call
     it."""
     with reading(f"the checkpoints in {run}"):
-        on_first_process(lambda: run.retried(lambda: clear(run)))
+        on_first_process(lambda: run.retried(clear, run))
     return Checkpoints(run)
 
 

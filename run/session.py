@@ -1,7 +1,7 @@
 """A session: everything around the loop of train.py, from the first compilation to the last save."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +16,12 @@ from hosts.watchdog import io_limit
 from model.gpt import parameter_counts, parameter_shapes
 from run.checkpoint import Checkpoints
 from run.describe import made_with
+from run.due import is_due
 from run.fitting import TrainSteps
 from run.folder import RunFolder
 from run.init_from import initial_state
-from run.log import MetricsLog
-from run.metrics import continue_metrics
+from run.log import MetricsLog, scores_of
+from run.metrics import drop_metrics_after, open_metrics
 from run.profile import Profile
 from run.recovery import restore_newest
 from run.saver import Saver
@@ -73,22 +74,19 @@ class Session(NamedTuple):
         if is_due(step, config.log.every_steps):
             self.saver.poll()  # counts a save that ended
         if step == config.steps or is_due(step, config.checkpoint.every_steps) or self.saver.overdue:
-            facts = self._facts(step)
-            with self.timeline.during("saves"):
-                self.saver.save(step, state, facts)
+            self._save_by(self.saver.save, step, state)
 
     def save_last(self, step: int, state: TrainState) -> None:
         """Save the state after `step`, unless it is saved, and wait for the end."""
-        facts = self._facts(step)
-        with self.timeline.during("saves"):
-            self.saver.save_last(step, state, facts)
+        self._save_by(self.saver.save_last, step, state)
 
-    def _facts(self, step: int) -> dict[str, Any]:
-        """Return the facts of a checkpoint of `step`: those that a later start continues from, and those of the run.
-        First log the step: a checkpoint's metrics are on record before it."""
+    def _save_by(self, save: Callable[[int, TrainState, dict], None], step: int, state: TrainState) -> None:
+        """Save the state with the facts that a later start continues from, and those of the run. First log the step: a
+        checkpoint's metrics are on record before it."""
         self.log.flush()
         point = {"tokens": self.log.tokens(step), "seconds": self.log.seconds, "losses": list(self.log.losses)}
-        return point | self.facts_of_run
+        with self.timeline.during("saves"):
+            save(step, state, point | self.facts_of_run)
 
     def evaluate_first(self, step: int, params: dict) -> None:
         """Evaluate before step 0, or again if a kill or a request to stop cut off the evaluation of `step`."""
@@ -110,11 +108,6 @@ class Session(NamedTuple):
             self.log.evaluation(step, results)
 
 
-def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never), and before the first, is due at `step`."""
-    return every > 0 and step % every == 0
-
-
 @contextmanager
 def open_session(run: Prepared, stop: Stop, timeline: Timeline) -> Iterator[Session]:
     """Compile the step, restore or make the state, record the start, and yield the session of the loop inside. After
@@ -125,11 +118,12 @@ def open_session(run: Prepared, stop: Stop, timeline: Timeline) -> Iterator[Sess
     source_after = run.stage.source(built, run.material)
     start = resume(built, run.checkpoints, timeline) or begin(built)
     source = source_after(start)
-    scores: dict[int, float] = {}
+    record_start(folder, built, run.material, changes, start)
+    lines = on_every_process("its metrics", partial(drop_metrics_after, folder, start.step))
+    scores = scores_of(source, lines)
     with io_limit(config.hang, "opening the checkpoints"):
         saver = Saver(folder, config.checkpoint, scores)  # which keeps the best one
-    record_start(folder, built, run.material, changes, start)
-    writer = on_every_process("its metrics", partial(continue_metrics, folder, start.step, config))
+    writer = open_metrics(folder, lines, config)
     log = MetricsLog(built, folder, source, start, writer, scores, timeline)
     if changes:
         log.write(start.step, {"changes": changes})

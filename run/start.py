@@ -70,7 +70,7 @@ def open_checkpoints(folder: RunFolder, config: Config, resume_step: int | None)
     """Take the run over, delete what a kill left half written, and return the run's complete checkpoints, back at
     `resume_step`. Raise UserError if they have more steps than the run should have."""
     with io_limit(config.hang, "opening the checkpoints"):
-        on_first_process(lambda: folder.writing(lambda: take_over(folder)))
+        on_first_process(lambda: folder.writing(take_over, folder))
         checkpoints = open_cleared(folder)
         if resume_step is not None:
             checkpoints = go_back_to(resume_step, config, checkpoints)

@@ -97,7 +97,7 @@ def claim_folder(folder: RunFolder, config: Config, material: Material, accept_c
     if status.has_steps:
         # After all options that differ are listed: another tokenizer follows from some of them.
         on_first_process(lambda: material.tokenizer.require_same_in(folder.tokenizer))
-    on_first_process(partial(folder.retried, partial(require_checkpoints, folder, status.saved)))
+    on_first_process(lambda: folder.retried(require_checkpoints, folder, status.saved))
     return status
 
 

@@ -11,6 +11,7 @@ from data.loader import StepBatches, local_rows, train_batches
 from data.prompts import encode_prompts
 from hosts.clock import running_seconds
 from hosts.distributed import check_hosts_agree, on_every_process
+from run.due import is_logged
 from run.folder import RunFolder
 from run.init_from import (
     origin_of,
@@ -74,7 +75,7 @@ class TextSource:
 
     def __init__(self, built: Build, text: Text, evaluator: Evaluate, resume_point: ResumePoint):
         config, shape, sharding = built.config, built.batch_shape, built.batch_sharding
-        self.text, self.evaluator = text, evaluator
+        self.config, self.text, self.evaluator = config, text, evaluator
         self.first_step = resume_point.step
         first_row = resume_point.tokens // config.batch.sequence_length
         mine = local_rows(shape, sharding)
@@ -84,10 +85,13 @@ class TextSource:
         self.batches = train_batches(self.step_batches, sharding, config.data.workers)
 
     def batch(self, step: int, params: dict, should_stop: Callable[[], bool]) -> StepBatch:
-        """Return the next batch, and the epochs of each dataset up to its end. Steps must follow each other."""
+        """Return the next batch and, for a logged step, the epochs of each dataset up to its end. Steps must follow
+        each other."""
         asked = running_seconds()
         arrays = next(self.batches)
         waited = (asked, running_seconds())
+        if not is_logged(step + 1, self.config):
+            return StepBatch(arrays, {}, waited)
         rows_so_far = self.step_batches.first_row_of(step + 1 - self.first_step)
         return StepBatch(arrays, {"epochs": self.text.epochs(rows_so_far)}, waited)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, lines_of, summary, write_folder
-from tests.run.short_runs import CONFIG
+from tests.commands import ROOT, assert_as_untouched, summary, write_folder
+from tests.run.short_runs import FEW_ANSWERS, WITH_ROOM_FOR_ANSWERS
 
 # The reward of an untrained network's answers differs, and the process dies once a checkpoint is complete.
 SCRIPT = """
@@ -26,16 +26,6 @@ run.saver.Saver.wait = die_after
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FEW = """
-from dataclasses import replace
-from configs.reinforce import derive, get_config as recipe
-from configs.schema import *
-
-def get_config():
-    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1, tokens=64)
-    return replace(recipe(), reinforce=few)
-"""
-BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
 OFTEN = ("--steps=6", "--checkpoint.every_steps=2", "--eval.every_steps=3", "--log.every_steps=1")
 STAGES = {
     "pretraining": ("train.py", "--config=tiny.py"),
@@ -47,8 +37,8 @@ STAGES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with configs, text, conversations, and a network to start from."""
-    folder = write_folder(tmp_path_factory.mktemp("stages"), BASE)
-    (folder / "few.py").write_text(FEW)
+    folder = write_folder(tmp_path_factory.mktemp("stages"), WITH_ROOM_FOR_ANSWERS)
+    (folder / "few.py").write_text(FEW_ANSWERS)
     words = (ROOT / "tests/words.txt").read_text().split()
     message = lambda role, start: {"role": role, "content": " ".join(words[start : start + 3])}
     chats = [[message("user", i), message("assistant", 2 * i)] for i in range(200)]
@@ -76,6 +66,5 @@ def test_a_stage_that_is_killed_resumes_to_the_same_bits(folder, stage):
     start(folder, 0, program, *options, f"--run_dir={stage}-whole")
     for last in (2, 4, 0):
         start(folder, last, program, *options, f"--run_dir={stage}")
-    run, whole = folder / stage, folder / f"{stage}-whole"
-    assert lines_of(run) == lines_of(whole)
-    assert summary(run)["params_sha256"] == summary(whole)["params_sha256"] != summary(folder / "base")["params_sha256"]
+    assert_as_untouched(folder / stage, folder / f"{stage}-whole")
+    assert summary(folder / stage)["params_sha256"] != summary(folder / "base")["params_sha256"]

@@ -41,7 +41,7 @@ from data.packing import Row, learned, most_tokens, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.config_json import config_of_run
-from run.folder import RunFolder, reading
+from run.folder import RunFolder, folder_to_read, reading
 from run.record import batch_of
 
 AT_ONCE = 1000  # documents that are read at a time
@@ -156,13 +156,13 @@ def holds_run(folder: RunFolder) -> bool:
     """Return whether the folder is a run's. Raise UserError if it is in a bucket that cannot be read."""
     file = folder.path / "config.json"
     with reading(folder.name):
-        return folder.retried(lambda: is_there(file))
+        return folder.retried(is_there, file)
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     path, length = arguments.path, arguments.sequence_length
-    folder = RunFolder(path)
+    folder = folder_to_read(path)
     if is_run := holds_run(folder):
         facts, config = config_of_run(folder)
         if not facts["dataset"]:

@@ -32,7 +32,7 @@ from etils import epath
 from hosts.runtime import run_command, start_jax
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
-from run.folder import RunFolder
+from run.folder import folder_to_read
 from run.record import seconds_by_activity
 from training.build import build
 
@@ -50,7 +50,7 @@ def _size(path: epath.Path) -> int:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    folder = RunFolder(arguments.run_dir)
+    folder = folder_to_read(arguments.run_dir)
     _, config = config_of_run(folder)
     checkpoints = Checkpoints(folder)
     abstract = build(replace(config, mesh=MeshConfig()), jax.devices()[:1]).abstract_state

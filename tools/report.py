@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from configs.command_line import parse_arguments
 from configs.files import config_from_json
 from configs.schema import AnyPaths, FilePath, options
-from run.folder import RunFolder
+from run.folder import folder_to_read
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import is_there, write_whole
@@ -129,7 +129,7 @@ def at(line: dict, *path: str) -> Any:
 
 def read_run(folder: str | Path) -> Run:
     """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
-    run = RunFolder(folder)
+    run = folder_to_read(folder)
     record_file, summary_file = run.fetched() / "config.json", run.fetched() / "summary.json"
     if not is_there(record_file):
         raise UserError(f"{run} holds no run (no config.json)")
@@ -148,7 +148,7 @@ def read_run(folder: str | Path) -> Run:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
-    runs = [read_run(folder) for folder in {RunFolder(folder).path: folder for folder in folders}.values()]
+    runs = [read_run(folder) for folder in {folder_to_read(folder).path: folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]
 

@@ -17,18 +17,8 @@ from run.folder import RunFolder
 from system.errors import Exit
 from tests.commands import PREEMPTED, ROOT, assert_as_untouched, lines_of, run, summary, write_folder
 from tests.hosts.processes import fail_elsewhere, finish, start
-from tests.run.short_runs import CONFIG
+from tests.run.short_runs import FEW_ANSWERS, WITH_ROOM_FOR_ANSWERS
 
-BASE = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
-RECIPE = """
-from dataclasses import replace
-from configs.reinforce import derive, get_config as recipe
-from configs.schema import *
-
-def get_config():
-    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1, tokens=64)
-    return replace(recipe(), steps=6, reinforce=few, checkpoint=CheckpointConfig(every_steps=2, keep=9))
-"""
 WORDS = ("--config=few.py", "--init_from=base", "--eval.every_steps=3", "--model.dtype=float32")
 REWARD = """
 import reinforcement.tasks
@@ -44,9 +34,9 @@ def length_is_even(self, problem, text):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a run, and a run of reinforcement on it."""
-    folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
-    (folder / "few.py").write_text(RECIPE)
-    (folder / "short.py").write_text(RECIPE.replace("tokens=64", "tokens=20"))
+    folder = write_folder(tmp_path_factory.mktemp("user"), WITH_ROOM_FOR_ANSWERS)
+    (folder / "few.py").write_text(FEW_ANSWERS)
+    (folder / "short.py").write_text(FEW_ANSWERS.replace("tokens=64", "tokens=20"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sums, "reward", length_is_even)
         patch.chdir(folder)
@@ -126,7 +116,7 @@ def assert_close(run_dir: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_on_another_mesh_change_only_rounding(folder):
-    (folder / "few_alike.py").write_text(RECIPE + REWARD)
+    (folder / "few_alike.py").write_text(FEW_ANSWERS + REWARD)
     options = ("--config=few_alike.py", "--run_dir=two", "--mesh.fsdp=2", "--eval.every_steps=9")
     words = [ROOT / "reinforce.py", *WORDS, *options]
     finish(start(words, words, folders=[folder], devices=[2]), 0)

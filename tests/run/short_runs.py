@@ -1,4 +1,4 @@
-"""The config of short runs, and their losses."""
+"""The configs of short runs, and their losses."""
 
 from pathlib import Path
 
@@ -24,6 +24,18 @@ def get_config():
         log=LogConfig(every_steps=1),
     )
 """
+WITH_ROOM_FOR_ANSWERS = CONFIG.replace("kv_heads=1", "kv_heads=2").replace("sequence_length=32", "sequence_length=128")
+"""The same for a network that reinforcement begins from."""
+FEW_ANSWERS = """
+from dataclasses import replace
+from configs.reinforce import derive, get_config as recipe
+from configs.schema import *
+
+def get_config():
+    few = ReinforceConfig(samples=4, prompts=4, held_out=6, difficulty=1, tokens=64)
+    return replace(recipe(), steps=6, reinforce=few, checkpoint=CheckpointConfig(every_steps=2, keep=9))
+"""
+"""A run of reinforcement on it."""
 
 
 def losses(run_dir: Path) -> dict[int, float]:

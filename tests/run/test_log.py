@@ -17,7 +17,7 @@ from hosts.clock import Timeline
 from run.ending import so_far
 from run.folder import RunFolder
 from run.log import ENOUGH, MOST_SKIPPED, MetricsLog, Pace, mfu_of
-from run.metrics import continue_metrics
+from run.metrics import drop_metrics_after, open_metrics
 from run.record import seconds_by_activity
 from run.source import ResumePoint, StepBatch
 from system.errors import TrainingAborted
@@ -45,7 +45,7 @@ def make(tmp_path, messages):
             describe_step=lambda line: f"loss {line['loss']:.4f}",
         )
         start = ResumePoint(TrainState(step, {}, (), 0), step, step * TOKENS, 0.0, losses)  # pyright: ignore
-        writer = continue_metrics(RunFolder(run_dir), step, config)
+        writer = open_metrics(RunFolder(run_dir), drop_metrics_after(RunFolder(run_dir), step), config)
         timeline = Timeline()
         steps.enter_context(timeline.during("steps"))
         log = MetricsLog(built, RunFolder(run_dir), source, start, writer, {}, timeline)

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import run.metrics
 from run.folder import RunFolder
-from run.metrics import MetricsWriter, continue_metrics
+from run.metrics import MetricsWriter, drop_metrics_after, open_metrics
 from tests.helpers import tiny_config
 
 
@@ -17,7 +17,8 @@ def line(step: int, loss: float = 1.0) -> dict:
 
 def write(run_dir: Path, start: int, lines: list[dict]) -> None:
     """Write the lines of one start of a run that is killed after them."""
-    writer = continue_metrics(RunFolder(run_dir), start, tiny_config())
+    folder = RunFolder(run_dir)
+    writer = open_metrics(folder, drop_metrics_after(folder, start), tiny_config())
     for entry in lines:
         writer.write(entry)
     writer.close()
@@ -72,7 +73,7 @@ def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_pat
 
 def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
     options = {"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")}
-    writer = MetricsWriter(RunFolder(tmp_path), [], hparams=options)
+    writer = MetricsWriter(RunFolder(tmp_path), hparams=options)
     writer.write({"step": 1, "val_loss": 2.5})
     assert lines_of(tmp_path) == [{"step": 1, "val_loss": 2.5}] and scalars(tmp_path) == {"val_loss": [(1, 2.5)]}
     events = shown(tmp_path / "tensorboard")
@@ -89,7 +90,7 @@ def full(*_):
 def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch, capsys):
     wandb = SimpleNamespace(shown=[], close=lambda: None)
     wandb.show = wandb.shown.append
-    writer = MetricsWriter(RunFolder(tmp_path), [], wandb)  # pyright: ignore
+    writer = MetricsWriter(RunFolder(tmp_path), wandb)  # pyright: ignore
     writer.write(line(1))
     with monkeypatch.context() as patch:
         patch.setattr(run.metrics, "append_whole", full)

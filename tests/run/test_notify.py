@@ -15,7 +15,7 @@ from configs.schema import LogConfig
 from run import ending
 from run.ending import notify_of_failure, tell
 from run.folder import RunFolder
-from run.metrics import Wandb, continue_metrics
+from run.metrics import Wandb, drop_metrics_after, open_metrics
 from tests.helpers import tiny_config
 
 
@@ -85,7 +85,8 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     config = config_with(tmp_path, wandb="team/gpts")
     RunFolder(tmp_path).events.add("start", 0)
-    writer = continue_metrics(RunFolder(tmp_path), 0, config)
+    folder = RunFolder(tmp_path)
+    writer = open_metrics(folder, drop_metrics_after(folder, 0), config)
     writer.write({"step": 4, "loss": 2.5, "grad_norms": {"embed": 1.0}})
     writer.write({"step": 4, "val_loss": 2.0, "samples": ["text"]})
     writer.close()
@@ -96,7 +97,7 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
     assert fake.finished and fake.options["entity"] == "team" and fake.options["project"] == "gpts"
     json.dumps(fake.options["config"])
     first = fake.options["id"]
-    continue_metrics(RunFolder(tmp_path), 4, config).close()
+    open_metrics(folder, drop_metrics_after(folder, 4), config).close()
     assert fake.options["id"] == first and fake.options["resume"] == "allow"
 
 

@@ -15,7 +15,7 @@ from hosts.preflight import problems_here
 from run.config_json import config_of_run
 from run.folder import RunFolder
 from run.lock import RunLock
-from run.metrics import continue_metrics
+from run.metrics import drop_metrics_after
 from run.status import inspect_run
 from system.errors import StorageLost, UserError
 from tests.data.preparations import digests, write_files
@@ -33,7 +33,7 @@ def test_the_record_of_a_run_keeps_its_lines(tmp_path, unanswered):
     with pytest.raises(OSError, match="Stale"):
         RunFolder(tmp_path).events.add("saved", 1)
     with pytest.raises(OSError, match="Stale"):
-        continue_metrics(RunFolder(tmp_path), 1, tiny_config())
+        drop_metrics_after(RunFolder(tmp_path), 1)
     unanswered.clear()
     assert digests(tmp_path) == before
 
