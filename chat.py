@@ -5,9 +5,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from configs.arguments import SamplingArguments
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import NotNegative, Positive
+from options.arguments import SamplingArguments
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import NotNegative, Positive
 from system.errors import UserError
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import AnyPath, FilePath, MeshConfig, Positive
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import AnyPath, FilePath, MeshConfig, Positive
 from system.errors import UserError
 from system.files import in_bucket
 from system.progress import progress

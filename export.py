@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import AnyPath, FilePath, Positive
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import AnyPath, FilePath, Positive
 from system.errors import UserError
 
 

@@ -4,8 +4,8 @@ The same command again continues the run. It is the loop of train.py. Only the s
 rows are the answers that the network has just drawn, and their weights are advantages.
 """
 
-from configs.arguments import StartArguments
-from configs.command_line import parse_own, refuse_mistakes
+from options.arguments import StartArguments
+from options.command_line import parse_own, refuse_mistakes
 
 if __name__ == "__main__":
     refuse_mistakes(parse_own, __doc__, StartArguments)  # before the imports, which take seconds

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from configs.arguments import SamplingArguments
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import Positive
+from options.arguments import SamplingArguments
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import Positive
 from system.errors import UserError
 
 

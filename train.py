@@ -4,9 +4,9 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from configs.arguments import StartArguments
-from configs.command_line import parse, parse_own, refuse_mistakes
-from configs.schema import Config
+from options.arguments import StartArguments
+from options.command_line import parse, parse_own, refuse_mistakes
+from options.schema import Config
 from system.errors import Exit, StartAgain
 from system.messages import LOGGER, ignore_output_errors
 

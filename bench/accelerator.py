@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.command_line import parse_arguments
-from configs.schema import FilePath, Positive
 from hosts.runtime import run_command
+from options.command_line import parse_arguments
+from options.schema import FilePath, Positive
 from system.errors import UserError
 from system.files import is_there, write_whole
 

@@ -13,13 +13,13 @@ from itertools import islice
 
 import numpy as np
 
-from configs.command_line import parse_arguments
-from configs.schema import AnyPath, MeshConfig, Positive
 from data.dataset_folder import open_dataset
 from data.prepare.chat_stdlib import GREETING, THANKS
 from generation.engine import Engine
 from hosts.runtime import run_command, start_jax
 from model.sampling import Sampling
+from options.command_line import parse_arguments
+from options.schema import AnyPath, MeshConfig, Positive
 from reinforcement.rollouts import figures_of
 from run.network import Network, open_network
 from system.files import cache_dir

@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.command_line import parse_arguments
-from configs.schema import FilePath, NotNegative, Positive
 from hosts.runtime import run_command
+from options.command_line import parse_arguments
+from options.schema import FilePath, NotNegative, Positive
 from run.folder import RunFolder
 from system.errors import Exit, UserError
 

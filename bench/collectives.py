@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.throughput import Sizes, sized
-from configs.command_line import parse
-from configs.schema import Positive
 from hosts.runtime import run_command
 from model.gpt import parameter_counts
+from options.command_line import parse
+from options.schema import Positive
 from tools.programs.compiled import Collective, collectives, compile_step, estimated_cycles
 from tools.programs.topologies import devices_of
 from training.build import build

@@ -22,10 +22,10 @@ import tyro
 from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
-from configs.command_line import parse, parse_arguments
-from configs.schema import MEASURED, Config, FilePath, free_to_change, options
-from configs.validation import require_steps
 from hosts.runtime import ROOT, code_digest, versions
+from options.command_line import parse, parse_arguments
+from options.schema import MEASURED, Config, FilePath, free_to_change, options
+from options.validation import require_steps
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import is_there, write_whole

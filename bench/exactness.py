@@ -25,13 +25,13 @@ import numpy as np
 from jaxtyping import Float
 
 from configs.chat import following
-from configs.command_line import parse_arguments
-from configs.files import load_config
-from configs.schema import Config, DataConfig, MeshConfig, with_options
-from configs.validation import resolved
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax
+from options.command_line import parse_arguments
+from options.files import load_config
+from options.schema import Config, DataConfig, MeshConfig, with_options
+from options.validation import resolved
 from reinforcement.rollouts import whole_to_devices
 from system.errors import UserError
 from system.files import cache_dir
@@ -163,7 +163,7 @@ def _in_processes(config: Config, split: Split) -> Mapping[str, Float[np.ndarray
             "JAX_PROCESS_ID": str(index),
         }
         # The text of a dataclass is the expression that makes it.
-        imports = "from bench.exactness import *; from configs.schema import *"
+        imports = "from bench.exactness import *; from options.schema import *"
         call = f"{imports}; run_command(lambda: member({config}, {split}))"
         pipe = subprocess.PIPE
         members.append(subprocess.Popen([sys.executable, "-c", call], env=environment, stdin=pipe, stdout=pipe))

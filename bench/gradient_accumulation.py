@@ -18,8 +18,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from configs.command_line import parse_arguments
-from configs.schema import (
+from data.dataset import open_text
+from data.loader import StepBatches
+from hosts.runtime import cache_dir, run_command, start_jax
+from model.loss import loss_sums
+from options.command_line import parse_arguments
+from options.schema import (
     BatchConfig,
     Config,
     DataConfig,
@@ -30,10 +34,6 @@ from configs.schema import (
     Positive,
     ScheduleConfig,
 )
-from data.dataset import open_text
-from data.loader import StepBatches
-from hosts.runtime import cache_dir, run_command, start_jax
-from model.loss import loss_sums
 from training.build import build
 from training.optimizer import make_schedule, parameter_groups, peak_rates
 from training.sharded import split_model

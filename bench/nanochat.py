@@ -26,13 +26,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from configs.command_line import parse
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
-from configs.schema import Config, FilePath, ModelConfig, Positive, with_options
-from configs.validation import require_steps
 from evaluation.evaluator import Evaluator, evaluate
 from hosts.clock import Timeline
 from hosts.runtime import run_command, start_jax
+from options.command_line import parse
+from options.schema import Config, FilePath, ModelConfig, Positive, with_options
+from options.validation import require_steps
 from run.folder import RunFolder
 from run.source import ResumePoint
 from run.text import TextSource, open_text_of_run

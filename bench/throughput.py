@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from configs.command_line import parse
-from configs.schema import Config, Positive
-from configs.validation import require_steps, validate
 from hosts.machines import peak_flops
 from hosts.runtime import run_command
 from model.gpt import flops_per_token, parameter_counts
+from options.command_line import parse
+from options.schema import Config, Positive
+from options.validation import require_steps, validate
 from system.errors import UserError
 from training.build import Build, build, program_bytes
 from training.step import Batch

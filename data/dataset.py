@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.schema import DataConfig
 from data.dataset_folder import Dataset, open_dataset
 from data.loader import Mixture
 from data.packing import Row, Rows, most_tokens
 from data.tokenizer import TextTokenizer
+from options.schema import DataConfig
 from system.errors import UserError
 
 NEEDS_SHARES = "each dataset of a mixture needs its share, as in 0.7:DIR,0.3:DIR"

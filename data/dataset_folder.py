@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from configs.schema import DataConfig
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, most_tokens, plan_rows, save_plan
 from data.shards import Shard, TokenStream, from_disk
 from data.tokenizer import TextTokenizer, load_tokenizer
+from options.schema import DataConfig
 from system.errors import UserError
 from system.files import is_there, read_if_there
 

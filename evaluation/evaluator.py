@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from configs.schema import with_options
 from data.dataset import Text, shortest
 from data.loader import held_out_batches
 from data.prompts import encode_prompts
@@ -17,6 +16,7 @@ from generation.continuations import continuations
 from generation.engine import Engine
 from hosts.distributed import on_every_process
 from model.sampling import Sampling
+from options.schema import with_options
 from run.network import Network
 from training.build import Build
 from training.step import Batch, EvalStep

@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
+from options.schema import BATCH_AXES
 from run.network import Network
 from system.progress import progress
 from training.mesh import batch_devices, xla_options

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
@@ -23,6 +22,7 @@ from data.prepare.selection import hash_share, text_lost
 from evaluation.scorer import Question, Scorer
 from evaluation.statistics import ratio, student_interval
 from hosts.distributed import check_hosts_agree, on_every_process
+from options.schema import DataConfig
 from run.network import Network
 from system.errors import UserError
 from system.files import is_there

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from configs.schema import BATCH_AXES
 from data.tokenizer import CHAT_TOKENS
 from generation.calculator import calculate
 from model.cache import LayerCache
@@ -25,6 +24,7 @@ from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
+from options.schema import BATCH_AXES
 from run.network import Network
 from system.errors import UserError
 from training.mesh import batch_devices, xla_options

@@ -20,11 +20,11 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import Config
 from hosts.distributed import exchange, on_every_process, on_first_process
 from hosts.runtime import code_digest, versions
 from hosts.watchdog import time_limit
 from model.gpt import parameter_counts
+from options.schema import Config
 from system.errors import TrainingAborted, UserError
 from system.files import RETRY_SECONDS, first_line, in_bucket, is_there, is_transient, permission_hint, with_retries
 

@@ -31,7 +31,19 @@ from system.messages import ignore_output_errors, repair_streams, show_messages
 from training.mesh import axes_between, device_groups, sizes_of
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("configs", "data", "evaluation", "generation", "hosts", "model", "reinforcement", "run", "system", "training")
+ROOMS = (
+    "configs",
+    "data",
+    "evaluation",
+    "generation",
+    "hosts",
+    "model",
+    "options",
+    "reinforcement",
+    "run",
+    "system",
+    "training",
+)
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 EXIT_SECONDS = 60  # that a command with a result waits for its threads
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one

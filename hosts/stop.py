@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import jax
 from jax.experimental import multihost_utils
 
-from configs.schema import HangConfig
 from hosts.distributed import max_over_processes
 from hosts.watchdog import end_as_hung, io_limit
+from options.schema import HangConfig
 from system.errors import Exit
 from system.exits import ending_of
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from configs.schema import HangConfig
 from hosts.clock import STEPPING, Timeline, running_seconds
+from options.schema import HangConfig
 from system.errors import Exit
 
 FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`

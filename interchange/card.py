@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from configs.schema import Config, ModelConfig
 from data.dataset import join_source, split_source
 from interchange.folders import beyond_hf
 from model.gpt import parameter_counts
+from options.schema import Config, ModelConfig
 from run.config_json import config_of_run
 from run.folder import RunFolder
 from run.record import batch_of

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import (
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -27,7 +27,7 @@ from configs.schema import (
     OptimizerConfig,
     with_options,
 )
-from configs.validation import resolved, validate
+from options.validation import resolved, validate
 from system.errors import UserError
 
 

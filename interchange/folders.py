@@ -15,10 +15,10 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from configs.schema import Config, ModelConfig
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from data.tokenizer_formats import bos_template
 from interchange.formats import MODELING, Arrays, hf_config, hf_name, own_config, own_name, turned
+from options.schema import Config, ModelConfig
 from run.init_from import function_options
 from system.errors import UserError
 

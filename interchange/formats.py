@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import safe_open
 
-from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, BatchConfig, Config, ModelConfig
 from model.attention import has_value_embedding
 from model.kernels import window_of
+from options.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, BatchConfig, Config, ModelConfig
 from run.init_from import function_options
 from system.errors import UserError
 

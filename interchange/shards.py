@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from configs.schema import Config, MeshConfig
+from options.schema import Config, MeshConfig
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
 from run.folder import RunFolder

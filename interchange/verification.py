@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from configs.schema import MeshConfig, ModelConfig
 from evaluation.texts import read_documents
 from hosts.runtime import cache_dir
 from model.loss import softcap
+from options.schema import MeshConfig, ModelConfig
 from run.network import Network, open_network
 from system.errors import UserError
 from training.mesh import make_mesh

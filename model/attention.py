@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.cache import LayerCache, attend_to_cache, write
 from model.kernels import attention_kernel, cudnn_attention, query_spans, splash_attention, window_of
 from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
@@ -23,6 +22,7 @@ from model.parallel import (
     varying_as,
 )
 from model.rotary import Angles, rotate_and_norm
+from options.schema import VALUE_GATE_CHANNELS, ModelConfig
 
 # The most scores in memory at a time, if the backward pass recomputes them: of this many rows and queries.
 ROWS = 2

@@ -15,13 +15,13 @@ from flax import nnx
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key
 
-from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs
 from model.cache import LayerCache
 from model.kernels import window_of
 from model.layers import SAVED, Embedding, Linear, Scalars, dropout, relu_squared, rms_norm
 from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
+from options.schema import SMEAR_CHANNELS, ModelConfig
 
 
 class KVCache(NamedTuple):

@@ -11,9 +11,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ModelConfig
 from model.layers import SAVED
 from model.parallel import varying_as
+from options.schema import ModelConfig
 
 Kernel = Literal["splash", "cudnn", "blocks", "plain"]
 """`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
@@ -57,7 +57,7 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
     """Return how many positions back a block sees; None: all. The last block sees all."""
     letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
     if letter == "S" and config.short_window == 0:
-        raise ValueError("model.short_window is 0: see configs.validation.resolved")
+        raise ValueError("model.short_window is 0: see options.validation.resolved")
     return config.short_window if letter == "S" else None
 
 

@@ -213,7 +213,7 @@ def parameter(
     init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
 ) -> nnx.Param:
     """Return a float32 parameter. It declares the mesh axes that divide its dimensions, and its group, a field of
-    configs.schema.OptimizerConfig. Without `rngs` it is only a shape and a type."""
+    options.schema.OptimizerConfig. Without `rngs` it is only a shape and a type."""
     value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, axes=axes, group=group)
 

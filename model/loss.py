@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from configs.schema import ModelConfig
 from model.gpt import GPT
 from model.parallel import (
     Axes,
@@ -24,6 +23,7 @@ from model.parallel import (
     reduce_scatter_fsdp,
     tensor_index,
 )
+from options.schema import ModelConfig
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:

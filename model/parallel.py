@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from configs.schema import BATCH_AXES
+from options.schema import BATCH_AXES
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]

@@ -3,11 +3,11 @@
 import hashlib
 from dataclasses import asdict, dataclass
 
-from configs.schema import Config
-from configs.validation import require_steps
 from data.conversation import render, require_chat_tokens
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import check_hosts_agree, on_every_process
+from options.schema import Config
+from options.validation import require_steps
 from reinforcement.tasks import TASKS, Problem, Task
 from run.folder import RunFolder
 from run.init_from import origin_of, require_same_network

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float
 
-from configs.schema import Config, with_options
 from evaluation.statistics import mean_share_interval
 from generation.engine import Answer, Engine
 from model.sampling import Sampling
+from options.schema import Config, with_options
 from reinforcement.questions import Questions, answers_of_step, prompt_of
 from reinforcement.tasks import Problem
 from run.due import is_due

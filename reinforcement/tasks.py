@@ -11,9 +11,9 @@ from zlib import crc32
 
 import numpy as np
 
-from configs.schema import ReinforceConfig
 from data.conversation import Message
 from evaluation.chat_core import number_of, read_items
+from options.schema import ReinforceConfig
 from system.errors import UserError
 
 UNITS = "zero,one,two,three,four,five,six,seven,eight,nine,ten,eleven,twelve,thirteen,fourteen,fifteen,sixteen"

@@ -5,9 +5,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from configs.schema import Config, with_options
-from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
+from options.schema import Config, with_options
+from options.validation import resolved
 from run.config_json import config_of_run
 from run.folder import folder_to_read
 from system.errors import UserError

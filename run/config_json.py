@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from configs.files import config_from_json
-from configs.schema import Config
 from data.dataset import absolute
 from hosts.runtime import versions
+from options.files import config_from_json
+from options.schema import Config
 from run.folder import RunFolder, reading
 from system.errors import UserError
 from system.files import is_there, is_transient, write_whole

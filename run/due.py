@@ -1,6 +1,6 @@
 """When something that a run does every so many steps is due."""
 
-from configs.schema import Config
+from options.schema import Config
 
 
 def is_due(step: int, every: int) -> bool:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import jax
 
-from configs.schema import Config
 from hosts.clock import Timeline
 from hosts.stop import Stop
+from options.schema import Config
 from run.folder import RunFolder
 from run.record import saved_up_to, seconds_by_activity
 from system.errors import Exit, TrainingAborted, UserError

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from configs.schema import Config, options, with_options
 from hosts.clock import Timeline
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.machines import (
@@ -27,6 +26,7 @@ from hosts.machines import (
     exceeds_vector_memory,
     is_lack_of_memory,
 )
+from options.schema import Config, options, with_options
 from run.describe import describe
 from run.folder import RunFolder
 from system.errors import StartAgain, UserError

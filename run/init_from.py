@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import Config, ModelConfig, Role, roles
-from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import on_first_process
 from model.kernels import window_of
+from options.schema import Config, ModelConfig, Role, roles
+from options.validation import resolved
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
 from run.folder import RunFolder, folder_to_read

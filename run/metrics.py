@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, options
+from options.schema import Config, options
 from run.folder import RunFolder
 from run.record import finite, read_metrics
 from system.files import append_whole, first_line, write_whole

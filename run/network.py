@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from configs.schema import Config, MeshConfig
-from configs.validation import validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.distributed import on_every_process
+from options.schema import Config, MeshConfig
+from options.validation import validate
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
 from run.folder import folder_to_read

@@ -2,8 +2,8 @@
 
 import jax
 
-from configs.schema import Config
-from configs.validation import profiled_steps
+from options.schema import Config
+from options.validation import profiled_steps
 from run.folder import RunFolder
 from system.messages import LOGGER
 from training.state import TrainState

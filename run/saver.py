@@ -19,9 +19,9 @@ import jax
 from etils import epath
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
-from configs.schema import CheckpointConfig
 from hosts.distributed import max_over_processes, on_first_process
 from hosts.runtime import versions
+from options.schema import CheckpointConfig
 from run.checkpoint import Checkpoints, all_finite, arrays_of, checksums, digest, items_of
 from run.checkpoint_files import Saving, delete, mark_unfinished, unfinished
 from run.folder import FACTS, RunFolder

@@ -4,8 +4,8 @@ measures."""
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from configs.schema import Config
 from data.tokenizer import TextTokenizer
+from options.schema import Config
 from run.folder import RunFolder
 from training.build import Build
 from training.state import TrainState

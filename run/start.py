@@ -5,12 +5,12 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from configs.arguments import StartArguments
-from configs.schema import Config, free_to_change, options
 from hosts.distributed import check_hosts_agree, on_first_process
 from hosts.preflight import preflight, require_room
 from hosts.runtime import describe_processes
 from hosts.watchdog import io_limit
+from options.arguments import StartArguments
+from options.schema import Config, free_to_change, options
 from run.checkpoint import Checkpoints
 from run.fitting import Fitting
 from run.folder import RunFolder

@@ -5,10 +5,10 @@ import json
 from functools import partial
 from typing import Any, NamedTuple
 
-from configs.schema import Config, free_to_change, options
 from data.dataset import absolute
 from hosts.distributed import on_first_process
 from model.gpt import parameter_shapes
+from options.schema import Config, free_to_change, options
 from run.config_json import is_of_a_run, read_config_json, write_config_json
 from run.folder import RunFolder
 from run.record import saved_up_to

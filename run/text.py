@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from configs.schema import Config
-from configs.validation import validate
 from data.dataset import Text, open_text
 from data.loader import StepBatches, local_rows, train_batches
 from data.prompts import encode_prompts
 from hosts.clock import running_seconds
 from hosts.distributed import check_hosts_agree, on_every_process
+from options.schema import Config
+from options.validation import validate
 from run.due import is_logged
 from run.folder import RunFolder
 from run.init_from import (

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from configs.schema import Config
 from data.dataset import read_source, shortest
 from model.gpt import parameter_counts
+from options.schema import Config
 
 OF_STDLIB = ("What does os.getcwd do?", "Hello! What can you tell me?", "What is json.dumps for?")
 OF_OTHERS = ("Hello! Who are you?", "What can you tell me?", "Give me an example.")

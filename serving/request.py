@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Meta
 from starlette.exceptions import HTTPException
 
-from configs.schema import NotNegative, Positive
 from data.conversation import messages_of, render
 from data.tokenizer import TextTokenizer
 from model.sampling import Sampling
+from options.schema import NotNegative, Positive
 
 # Fields that change no answer, and values that ask for nothing: many clients send them with every request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.schema import (
+from options.schema import (
     BatchConfig,
     Config,
     GroupConfig,

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.schema import Config, ModelConfig
+from options.schema import Config, ModelConfig
 
 
 def logits(params: dict, tokens, config: ModelConfig):

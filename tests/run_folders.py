@@ -6,7 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from configs.schema import BatchConfig, Config, DataConfig
+from options.schema import BatchConfig, Config, DataConfig
 
 GROUPS = ("embed", "lm_head", "matrices")
 BEGAN = 1_800_000_000.0

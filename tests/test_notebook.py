@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
 
-from configs.command_line import parse
+from options.command_line import parse
 from tests.repository import ROOT
 from tools.reference import repository_files
 

@@ -17,8 +17,8 @@ import evaluate
 import export
 import sample
 import train
-from configs.command_line import parse, parse_arguments
 from hosts.runtime import run_command
+from options.command_line import parse, parse_arguments
 from tests.data.prepare.hub import Hub, ask, serving
 from tests.evaluation import core_bundle
 from tests.repository import ROOT

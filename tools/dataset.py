@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple
 import tyro
 from msgspec import Meta
 
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import BatchConfig, Config, DataConfig, Positive
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import BatchConfig, Config, DataConfig, Positive
 from system.errors import UserError
 from system.files import is_there
 from system.progress import progress

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from configs.command_line import parse_arguments, refuse_mistakes
-from configs.schema import AnyPath, MeshConfig
+from options.command_line import parse_arguments, refuse_mistakes
+from options.schema import AnyPath, MeshConfig
 from system.errors import Exit, StorageLost
 from system.files import first_line, in_bucket
 

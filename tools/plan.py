@@ -13,9 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from configs.command_line import parse, parse_own, refuse_mistakes
-from configs.schema import Config, NotNegative, Share, with_options
-from configs.validation import validate
+from options.command_line import parse, parse_own, refuse_mistakes
+from options.schema import Config, NotNegative, Share, with_options
+from options.validation import validate
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import cache_dir
@@ -203,7 +203,7 @@ def time_and_cost(config: Config, topology: Topology, dtype: str, arguments: Arg
 
 def changes(before: Config, plan: Plan) -> str:
     """Return the options to type for a plan, besides those that were typed."""
-    from configs.schema import options
+    from options.schema import options
 
     old, new = options(before), options(plan.config)
     names = ("mesh.fsdp", "batch.rows_per_device", "model.loss_chunks", "model.remat")

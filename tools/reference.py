@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from docstring_parser import parse_from_object
 
-from configs.schema import Config, Role, hints
+from options.schema import Config, Role, hints
 
 INTRO = """
 A config file gives the options of a run, and the command line changes them: `--model.depth=20`. The defaults here are
-those of `configs/schema.py`; `python train.py --config=FILE --help` prints those of a file. A run that resumes refuses
+those of `options/schema.py`; `python train.py --config=FILE --help` prints those of a file. A run that resumes refuses
 another value, except for options marked *may change on resume*, or with `--accept_changes`.
 """
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}

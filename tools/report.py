@@ -17,9 +17,9 @@ import numpy as np
 import tyro
 from plotly.offline import get_plotlyjs
 
-from configs.command_line import parse_arguments
-from configs.files import config_from_json
-from configs.schema import AnyPaths, FilePath, options
+from options.command_line import parse_arguments
+from options.files import config_from_json
+from options.schema import AnyPaths, FilePath, options
 from run.folder import folder_to_read
 from system.errors import Exit, UserError
 from system.exits import exit_code_of

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.command_line import parse, parse_own, refuse_mistakes
-from configs.schema import MEASURED, Config, FilePath, NotNegative, Role, options, roles, with_options
-from configs.validation import require_steps
+from options.command_line import parse, parse_own, refuse_mistakes
+from options.schema import MEASURED, Config, FilePath, NotNegative, Role, options, roles, with_options
+from options.validation import require_steps
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import is_there, write_picture, write_whole

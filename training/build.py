@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from configs.schema import Config
+from options.schema import Config
 from training.diagnostics import make_measure
 from training.mesh import batch_devices, batch_shape, batch_sharding, make_mesh, sizes_of, step_shape
 from training.optimizer import Schedule, make_optimizer

@@ -1,7 +1,7 @@
 """The mesh of devices, and how it divides arrays.
 
     data     replicas: rows are divided over them, and once a step gradients are summed over them
-             (three axes of the mesh, `configs.schema.DATA_AXES`: between slices or nodes, and two inside one)
+             (three axes of the mesh, `options.schema.DATA_AXES`: between slices or nodes, and two inside one)
     fsdp     rows are divided over it too, and the parameters' width
     tensor   heads, MLP width and vocabulary are divided over it
 
@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig
+from options.schema import BATCH_AXES, DATA_AXES, BatchConfig, MeshConfig
 from system.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")

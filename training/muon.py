@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import MuonConfig, ScheduleConfig
+from options.schema import MuonConfig, ScheduleConfig
 from training.mesh import resized
 from training.sharded import spec_of
 from training.shares import STORED_ORDER, ShardLayout, joined, parted

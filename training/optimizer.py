@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 
-from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, ScheduleConfig, X0LambdasConfig
 from model.gpt import map_parameters
+from options.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, ScheduleConfig, X0LambdasConfig
 from system.errors import UserError
 from training.muon import muon
 from training.sharded import ShardedNetwork
@@ -128,7 +128,7 @@ def make_optimizer(
         if name not in group_names(config):
             raise UserError(
                 f"the parameter {path_name(path)} declares the optimizer group {name!r}, but OptimizerConfig in "
-                f"configs/schema.py has only {', '.join(group_names(config))}"
+                f"options/schema.py has only {', '.join(group_names(config))}"
             )
     present = sorted(set(jax.tree.leaves(groups)))
     peaks = peak_rates(config, network.config.width)

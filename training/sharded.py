@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters
+from options.schema import ModelConfig
 from training.shares import ShardLayout, all_gather_data, on_each_device, reduce_scatter_data, shard_layout
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from configs.schema import DATA_AXES
 from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
+from options.schema import DATA_AXES
 
 ACROSS, WITHIN = DATA_AXES[0], DATA_AXES[1:]
 STORED_ORDER = ("fsdp", "tensor", *WITHIN, ACROSS)

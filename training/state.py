@@ -12,10 +12,10 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
-from configs.schema import ModelConfig
 from model.gpt import GPT, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
 from model.parallel import compute_capability
+from options.schema import ModelConfig
 from training.mesh import resized
 from training.optimizer import path_name
 from training.sharded import ShardedNetwork, abstract_array

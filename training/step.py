@@ -21,10 +21,10 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from configs.schema import BATCH_AXES, DATA_AXES, Config
 from model.gpt import GPT
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
+from options.schema import BATCH_AXES, DATA_AXES, Config
 from training.mesh import ROWS, xla_options
 from training.optimizer import Schedule, parameter_groups
 from training.sharded import ShardedNetwork

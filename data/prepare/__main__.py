@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.command_line import parse_arguments
-from configs.schema import FilePath, NotNegative, Positive
 from data.prepare.corpus import GREETING
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.record import read_dataset_json
+from options.command_line import parse_arguments
+from options.schema import FilePath, NotNegative, Positive
 from system.errors import UserError
 
 

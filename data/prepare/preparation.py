@@ -17,8 +17,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, Positive
-from configs.validation import check_types
 from data.prepare.chat_formats import FORMATS
 from data.prepare.corpus import GREETING, Corpus
 from data.prepare.encoding import Encoder
@@ -29,6 +27,8 @@ from data.prepare.selection import add_chat_tokens, held_out_threshold, sampled_
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
+from options.schema import MIN_VOCAB_SIZE, DataConfig, Positive
+from options.validation import check_types
 from system.errors import StorageLost, UserError
 from system.files import is_there, is_transient
 

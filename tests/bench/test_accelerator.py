@@ -7,8 +7,8 @@ import sys
 
 import bench.chaos
 from bench import accelerator
-from configs.arguments import StartArguments
-from configs.command_line import parse, parse_arguments
+from options.arguments import StartArguments
+from options.command_line import parse, parse_arguments
 
 
 def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):

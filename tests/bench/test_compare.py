@@ -10,7 +10,7 @@ from scipy import stats
 
 from bench import compare
 from bench.compare import holm
-from configs.command_line import parse
+from options.command_line import parse
 from system.errors import Exit, UserError
 from tests.commands import CONFIG, write_folder
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from configs.command_line import parse
-from configs.files import load_config
-from configs.schema import BatchConfig, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from interchange.convert import as_config, batch_of_rows
+from options.command_line import parse
+from options.files import load_config
+from options.schema import BatchConfig, with_options
 from run.config_json import write_config_json
 from system.errors import UserError
 from tests.helpers import tiny_config

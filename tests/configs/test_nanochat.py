@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs.command_line import parse
+from options.command_line import parse
 from system.errors import UserError
 
 

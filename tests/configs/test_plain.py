@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs.command_line import parse
 from configs.plain import get_config
-from configs.schema import Config, OptimizerConfig, options
 from model.gpt import parameter_counts
+from options.command_line import parse
+from options.schema import Config, OptimizerConfig, options
 
 
 @pytest.mark.parametrize(("depth", "width", "steps", "millions"), [(12, 768, 2520, 135), (20, 1280, 9960, 477)])

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from configs.reinforce import TOKENS, tokens_of
-from configs.schema import ReinforceConfig, hints
+from options.schema import ReinforceConfig, hints
 from reinforcement.tasks import TASKS
 from system.errors import UserError
 

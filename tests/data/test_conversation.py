@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import DataConfig
 from data.conversation import document_of, messages_of, render, texts_of
 from data.dataset import Text, open_text
 from data.loader import StepBatches
@@ -15,6 +14,7 @@ from data.packing import learned
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import CHAT_TOKENS
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.data import nanochat_conversations
 from tests.data.preparations import read_shard, tokens_of

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import data.dataset_folder as module
-from configs.schema import DataConfig
 from data.dataset import absolute, join_source, open_text, read_source, split_source
 from data.dataset_folder import open_dataset
 from data.prepare.preparation import Preparation, prepare, prepare_raw
 from data.prepare.selection import train_tokenizer
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.data.preparations import tokens_of, write_files
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from configs.schema import MeshConfig
 from data.loader import Mixture, StepBatches, held_out_batches, local_rows, to_devices, train_batches
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
+from options.schema import MeshConfig
 from system.errors import UserError
 from training.mesh import batch_sharding, make_mesh
 

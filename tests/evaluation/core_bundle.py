@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
+from options.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from run.network import Network
 from tests.helpers import perturbed
 from training.mesh import make_mesh

@@ -13,13 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from configs.schema import EvalConfig, MeshConfig
 from data.dataset import Text
 from data.loader import Mixture
 from evaluate import evaluate_core
 from evaluation.benchmark import BENCHMARKS, benchmark_of_run
 from evaluation.chat_core import read_chat_tasks
 from evaluation.evaluator import Evaluator
+from options.schema import EvalConfig, MeshConfig
 from system.errors import UserError
 from tests.evaluation import core_bundle
 from tests.evaluation.chat_sets import FOLDERS, columns, make_sets, network

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from generation.engine import AHEAD, CACHE, Engine, compute_params
+from options.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from run.network import Network
 from tests.generation.networks import TOKENIZER
 from tools.programs.compiled import collectives

@@ -130,7 +130,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 import hosts.distributed
 hosts.distributed.HEARTBEAT_SECONDS = 10
 import jax
-from configs.schema import HangConfig
+from options.schema import HangConfig
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 def main():

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.arguments import StartArguments
-from configs.schema import MeshConfig
 from hosts import preflight as module
 from hosts.preflight import Host, compare, preflight, require_right_sum
 from hosts.runtime import code_digest
+from options.arguments import StartArguments
+from options.schema import MeshConfig
 from run import start as start_module
 from run.folder import RunFolder
 from run.status import RunStatus

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import HangConfig
 from hosts.clock import Timeline
 from hosts.stop import Stop
 from hosts.watchdog import Watchdog
+from options.schema import HangConfig
 from tests.hosts.exit_codes import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_an_evaluation_is_no_slow_step_and_has_its_own_limit(monkeypatch):
 IMPORTS = """
 import hashlib, os, signal, threading, time
 from contextlib import contextmanager, suppress
-from configs.schema import HangConfig
+from options.schema import HangConfig
 from hosts.clock import Timeline
 from hosts.stop import *
 from hosts.watchdog import *

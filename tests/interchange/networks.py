@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from configs.schema import Config, ModelConfig
 from interchange.convert import read_network
 from interchange.folders import IN_HF, REMOTE
 from model.gpt import GPT
+from options.schema import Config, ModelConfig
 from tests.helpers import FEATURES, TINY, perturbed, together
 
 EXPORTED = {name: options for name, options in FEATURES.items() if options.keys() <= IN_HF | REMOTE}

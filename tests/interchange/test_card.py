@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from configs.schema import Config, DataConfig, EvalConfig
 from interchange.card import model_card
+from options.schema import Config, DataConfig, EvalConfig
 from tests.helpers import TINY
 from tests.interchange.networks import ALL_EXPORTED
 

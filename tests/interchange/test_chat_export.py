@@ -17,8 +17,6 @@ jinja2 = pytest.importorskip("jinja2")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from configs.schema import BatchConfig
-from configs.validation import resolved
 from data.conversation import PARTS, messages_of, render
 from data.packing import learned
 from data.prepare.selection import add_chat_tokens, train_tokenizer
@@ -27,6 +25,8 @@ from generation.engine import Engine
 from interchange.card import model_card
 from interchange.folders import beyond_hf, write_hf
 from model.sampling import Sampling
+from options.schema import BatchConfig
+from options.validation import resolved
 from run.network import Network
 from tests.helpers import arrays_of, sharded
 from tests.interchange.networks import ALL_EXPORTED, network

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from bench.exactness import shipped
-from configs.files import load_config
 from data.prepare.selection import train_tokenizer
 from interchange.convert import read_network
 from interchange.folders import REMOTE, beyond_hf, write_hf, write_safetensors
+from options.files import load_config
 from system.errors import UserError
 from tests.helpers import TINY, arrays_of
 from tests.interchange.networks import EXPORTED, network, require_params

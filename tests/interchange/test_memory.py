@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import export
-from configs.schema import Config, ModelConfig
-from configs.validation import resolved
+from options.schema import Config, ModelConfig
+from options.validation import resolved
 from tests.run.written import write_run
 from training.sharded import split_model
 from training.state import TrainState

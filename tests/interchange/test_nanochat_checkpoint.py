@@ -17,15 +17,15 @@ import pytest
 import tiktoken
 from flax import nnx
 
-from configs.command_line import parse
-from configs.schema import MeshConfig, ModelConfig
-from configs.validation import resolved
 from data.tokenizer import BOS, CHAT_TOKENS
 from data.tokenizer_formats import SPLIT, find_tokenizer
 from interchange.convert import main, read_network, tokenizer_in
 from interchange.formats import nanochat_name, turned
 from model.gpt import parameter_shapes
 from model.loss import softcap
+from options.command_line import parse
+from options.schema import MeshConfig, ModelConfig
+from options.validation import resolved
 from run.folder import RunFolder
 from run.init_from import initial_state, require_moments, require_same_network
 from system.errors import UserError

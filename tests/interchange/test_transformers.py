@@ -28,8 +28,6 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import export
-from configs.schema import BatchConfig, ModelConfig
-from configs.validation import resolved
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
@@ -39,6 +37,8 @@ from interchange.formats import MODELING, hf_name, own_name, turned
 from interchange.verification import largest_difference, verify
 from model.gpt import GPT
 from model.loss import loss_sums
+from options.schema import BatchConfig, ModelConfig
+from options.validation import resolved
 from tests.helpers import TINY, arrays_of, sharded
 from tests.interchange.networks import ALL_EXPORTED, network, require_params
 from training.optimizer import path_name

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ModelConfig
 from model.gpt import GPT, flops_per_token, parameter_counts
 from model.loss import loss_sums, softcap
+from options.schema import ModelConfig
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
 from training.optimizer import parameter_groups

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import ModelConfig
 from model.loss import cross_entropy_and_gradient, head_loss
+from options.schema import ModelConfig
 
 CONFIG = ModelConfig(softcap=15.0)
 GENERATOR = np.random.default_rng(0)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig, ReinforceConfig, with_options
 from data.tokenizer import CHAT_TOKENS
 from generation.engine import Answer, Engine
 from model.sampling import Sampling
+from options.schema import MeshConfig, ReinforceConfig, with_options
 from reinforcement.questions import Questions
 from reinforcement.rollouts import Rollout, Rollouts, advantages, figures_of, pass_at
 from reinforcement.tasks import Problem, Sums

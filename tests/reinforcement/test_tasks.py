@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.schema import ReinforceConfig
 from data.conversation import document_of, render
+from options.schema import ReinforceConfig
 from reinforcement.tasks import GSM8K, Problem, Sums, in_words
 from system.errors import UserError
 from tests.evaluation.chat_sets import make_sets, tokenizer

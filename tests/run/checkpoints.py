@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from configs.schema import CheckpointConfig
 from model.gpt import parameter_shapes
+from options.schema import CheckpointConfig
 from run.folder import RunFolder
 from run.recovery import open_cleared, restore_newest
 from run.saver import Saver

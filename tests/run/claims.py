@@ -3,7 +3,7 @@
 from typing import Any
 from unittest.mock import Mock
 
-from configs.schema import Config
+from options.schema import Config
 from run.folder import RunFolder
 from run.status import claim_folder
 

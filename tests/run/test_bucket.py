@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 from gcsfs.retry import HttpError
 
-from configs.schema import CheckpointConfig, MeshConfig
 from hosts.preflight import preflight
+from options.schema import CheckpointConfig, MeshConfig
 from run.checkpoint import Checkpoints
 from run.checkpoint_files import Saving, delete
 from run.folder import RunFolder

@@ -14,8 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from configs.schema import CheckpointConfig, MatricesConfig
 from model.gpt import parameter_shapes
+from options.schema import CheckpointConfig, MatricesConfig
 from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.folder import RunFolder

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.schema import EvalConfig, with_options
 from hosts.clock import Timeline
+from options.schema import EvalConfig, with_options
 from run import fitting as module
 from run.fitting import COMPILATIONS, Fitting, TrainSteps
 from run.folder import RunFolder

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.files import config_from_json
-from configs.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from hosts.runtime import versions
+from options.files import config_from_json
+from options.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from run.folder import RunFolder
 from run.lock import RunLock
 from run.status import write_start_record

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig, with_options
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import load_tokenizer
+from options.schema import MeshConfig, with_options
 from run.base import base_of_chat
 from run.config_json import write_config_json
 from run.folder import RunFolder

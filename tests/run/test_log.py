@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, EvalConfig, HangConfig, LogConfig
 from hosts.clock import Timeline
+from options.schema import CheckpointConfig, EvalConfig, HangConfig, LogConfig
 from run.ending import so_far
 from run.folder import RunFolder
 from run.log import ENOUGH, MOST_SKIPPED, MetricsLog, Pace, mfu_of

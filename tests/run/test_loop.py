@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import pytest
 
-from configs.schema import ProfileConfig
 from evaluation.evaluator import Evaluator
 from hosts.stop import Stop
+from options.schema import ProfileConfig
 from run.folder import RunFolder
 from run.log import MetricsLog
 from run.profile import Profile

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from configs.schema import LogConfig
+from options.schema import LogConfig
 from run import ending
 from run.ending import notify_of_failure, tell
 from run.folder import RunFolder

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import jax, numpy as np
 import orbax.checkpoint as ocp
 import system.files
-from configs.schema import CheckpointConfig
+from options.schema import CheckpointConfig
 from hosts.runtime import run_command, start_jax
 from run.recovery import restore_newest
 from tests.run.checkpoints import opened

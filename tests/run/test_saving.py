@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.schema import CheckpointConfig
+from options.schema import CheckpointConfig
 from run import saver
 from run.checkpoint import Checkpoints
 from run.checkpoint_files import explaining

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from evaluation.results import ItemLog
 from hosts.preflight import problems_here
+from options.schema import DataConfig
 from run.config_json import config_of_run
 from run.folder import RunFolder
 from run.lock import RunLock

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from configs.schema import CheckpointConfig, Config
 from data.tokenizer import BOS, CHAT_TOKENS
 from data.tokenizer_formats import SPLIT, convert_tiktoken
 from model.gpt import parameter_shapes
+from options.schema import CheckpointConfig, Config
 from run.config_json import write_config_json
 from tests.run.checkpoints import opened
 from training.state import TrainState

@@ -1,6 +1,6 @@
 """Test what the page says of a model before the first message."""
 
-from configs.schema import with_options
+from options.schema import with_options
 from serving.model import OF_OTHERS, OF_STDLIB, model_of
 from tests.helpers import tiny_config
 

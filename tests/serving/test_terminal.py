@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 import chat
-from configs.schema import with_options
 from data.conversation import render
 from generation.engine import Engine
 from interchange.convert import write_run
 from model.sampling import Sampling
+from options.schema import with_options
 from run.network import Network
 from serving.terminal import Terminal
 from system.errors import UserError

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import DataConfig
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
 from data.loader import RowSequence
@@ -16,6 +15,7 @@ from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.prepare.shard_writer import write_shard
 from data.shards import Shard
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.run_folders import write_run
 from tools import dataset as command

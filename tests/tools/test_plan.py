@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from configs import plain
-from configs.command_line import parse
-from configs.schema import with_options
 from hosts.topology import machines
+from options.command_line import parse
+from options.schema import with_options
 from run.folder import RunFolder
 from run.text import open_text_of_run
 from system.errors import Exit

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from configs.command_line import parse
-from configs.files import load_config
-from configs.schema import with_options
+from options.command_line import parse
+from options.files import load_config
+from options.schema import with_options
 from tests.commands import run, write_folder
 from tools import tune
 from tools.noise import NoiseScale

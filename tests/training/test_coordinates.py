@@ -15,9 +15,9 @@ from flax import nnx
 
 from bench.exactness import text_of
 from configs.nanochat import get_config
-from configs.schema import with_options
-from configs.validation import resolved
 from data.loader import StepBatches, to_devices
+from options.schema import with_options
+from options.validation import resolved
 from training.build import build
 from training.optimizer import path_name
 from training.sharded import split_model

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import GroupConfig, MeshConfig, MuonConfig, with_options
 from model.loss import loss_sums
+from options.schema import GroupConfig, MeshConfig, MuonConfig, with_options
 from tests.helpers import ALL_FEATURES, built_on, initial_state, perturbed, placed, random_rows, tiny_config
 from training.mesh import resized
 from training.muon import MuonState, momentum_at

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import MeshConfig, with_options
 from model.attention import Inputs
 from model.gpt import GPT
 from model.rotary import rotary_angles
+from options.schema import MeshConfig, with_options
 from tests.helpers import TINY, built_on, distance, random_rows, run_steps, tiny_config
 from training.step import dropout_keys
 

@@ -8,7 +8,7 @@ import sysconfig
 import pytest
 
 from bench.exactness import BOUNDS, SPLITS, differences, sized
-from configs.schema import with_options
+from options.schema import with_options
 
 # Three blocks of half the width, and a quarter of a row, on modules of the standard library. These sizes make steps
 # cheap, and keep the program.

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from configs import nanochat, plain
 from configs.nanochat import network_of_depth
-from configs.schema import BATCH_AXES, DATA_AXES, MeshConfig
-from configs.validation import resolved
 from model.gpt import Parameter, kinds
+from options.schema import BATCH_AXES, DATA_AXES, MeshConfig
+from options.validation import resolved
 from training.mesh import batch_devices, data_parts, make_mesh, resized
 from training.sharded import spec_of
 from training.shares import all_gather_data, reduce_scatter_data, shard_layout

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from configs.schema import BatchConfig, MeshConfig
+from options.schema import BatchConfig, MeshConfig
 from system.errors import UserError
 from training.mesh import arrange, axes_between, batch_shape, device_groups, make_mesh
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
+from options.schema import MeshConfig, MuonConfig, ScheduleConfig
 from training.mesh import make_mesh, resized
 from training.muon import momentum_at, muon, orthogonalise_all
 from training.sharded import spec_of

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from configs.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig
+from options.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig
 from system.errors import UserError
 from tests.helpers import TINY, sharded
 from training.optimizer import make_optimizer, scale_by_adam

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from configs.schema import ScheduleConfig
+from options.schema import ScheduleConfig
 from training.optimizer import make_schedule
 
 

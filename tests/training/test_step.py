@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig, with_options
+from options.schema import MeshConfig, with_options
 from tests import reference
 from tests.helpers import ALL_FEATURES, built_on, distance, random_rows, run_steps, start_params, tiny_config
 

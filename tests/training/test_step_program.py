@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig, with_options
 from model.gpt import parameter_counts
+from options.schema import MeshConfig, with_options
 from tests.helpers import built_on, distance, random_rows, run_steps, tiny_config
 from tools.programs.compiled import compile_step
 

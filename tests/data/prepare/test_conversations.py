@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.prepare.parts
-from configs.schema import DataConfig
 from data.conversation import document_of, messages_of, render
 from data.dataset import open_text
 from data.prepare.chat_formats import unknown
@@ -22,6 +21,7 @@ from data.prepare.selection import hash_share
 from data.tokenizer import CHAT_TOKENS, load_tokenizer
 from data.tokenizer_formats import convert_tiktoken
 from evaluation.texts import read_documents
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.data import nanochat_conversations
 from tests.data.preparations import facts_of, tokens_of

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from configs.schema import DataConfig
 from data.dataset import Text, open_text
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.data.preparations import facts_of, write_files
 

@@ -10,11 +10,11 @@ import pytest
 
 import data.prepare.preparation as module
 import data.prepare.selection as selection
-from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.tokenizer import load_tokenizer
+from options.schema import DataConfig
 from system.errors import UserError
 from tests.data.preparations import digests, facts_of, jsonl, read_shard, texts_of, tokens_of, write_files
 

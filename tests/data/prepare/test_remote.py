@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import HfApi
 
 import data.prepare.__main__
-from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
+from options.schema import DataConfig
 from system.errors import StorageLost, UserError
 from tests.data.preparations import facts_of
 from tests.data.prepare.hub import (

@@ -13,9 +13,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 from bench.accelerator import AUTOTUNING, TUNED
 from bench.throughput import Sizes, sized
 from configs import plain
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, with_options
 from hosts.topology import machines
 from model import parallel
+from options.schema import BatchConfig, Config, MeshConfig, ModelConfig, with_options
 from system.errors import UserError
 from tests.tools.programs.links import LINKS
 from tools.programs.compiled import Instruction, compile_step, names, numbers, read_program, type_bytes, visits

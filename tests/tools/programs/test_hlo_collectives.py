@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from bench import collectives as command
-from configs.schema import DATA_AXES, MeshConfig
 from model.gpt import parameter_counts
+from options.schema import DATA_AXES, MeshConfig
 from tests.helpers import built_on, tiny_config
 from tools.programs.compiled import (
     Collective,

@@ -6,9 +6,9 @@ import pytest
 
 from bench.throughput import Sizes, sized
 from configs import plain
-from configs.schema import DATA_AXES, MeshConfig, with_options
 from hosts.topology import Topology
 from model.gpt import parameter_counts
+from options.schema import DATA_AXES, MeshConfig, with_options
 from system.errors import UserError
 from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import devices_of, named_by_clouds, parse_topology

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from configs.schema import BatchConfig, Config, ModelConfig
 from model.kernels import attention_kernel, splash_attention
+from options.schema import BatchConfig, Config, ModelConfig
 from tests.tools.programs.links import LINKS
 from tools.programs.compiled import Instruction, compile_step, names, read_program, visits
 from tools.programs.topologies import devices_of

@@ -1,6 +1,6 @@
 """Validation of configs: each option's value, and options that depend on each other.
 
-msgspec checks what an option's type in configs/schema.py says.
+msgspec checks what an option's type in options/schema.py says.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from configs.schema import (
+from options.schema import (
     SMEAR_CHANNELS,
     VALUE_GATE_CHANNELS,
     Config,

@@ -12,11 +12,11 @@ import pytest
 import evaluate
 import sample
 import train
-from configs.arguments import StartArguments
-from configs.command_line import parse, parse_arguments, parse_own
-from configs.files import config_from_json, load_config
-from configs.schema import Config, EvalConfig, Role, hints, options
-from configs.validation import validate
+from options.arguments import StartArguments
+from options.command_line import parse, parse_arguments, parse_own
+from options.files import config_from_json, load_config
+from options.schema import Config, EvalConfig, Role, hints, options
+from options.validation import validate
 from system.errors import UserError
 
 ROOT = Path(__file__).parents[2]

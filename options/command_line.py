@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from configs.files import load_config
-from configs.schema import Config, Role, roles
-from configs.validation import check_types, resolved, validate, with_homes
+from options.files import load_config
+from options.schema import Config, Role, roles
+from options.validation import check_types, resolved, validate, with_homes
 from system.errors import UserError
 from system.exits import report
 from system.messages import repair_streams

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.schema import AnyPath, MeshConfig, NotNegative, Positive
+from options.schema import AnyPath, MeshConfig, NotNegative, Positive
 
 
 @dataclass(frozen=True)

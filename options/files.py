@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from configs.schema import Config, options
+from options.schema import Config, options
 from system.errors import UserError
 
 Derive = Callable[[Config, set[str]], Config]

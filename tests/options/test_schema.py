@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from configs.schema import Config, Role, hints, options, roles, with_options
-from configs.validation import resolved, validate
+from options.schema import Config, Role, hints, options, roles, with_options
+from options.validation import resolved, validate
 from system.errors import UserError
 from tests.helpers import tiny_config
 from training.build import build
