@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import jax
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
