@@ -74,4 +74,5 @@ def test_a_step_and_an_evaluation_exchange_nothing_and_a_save_three_values(tmp_p
     assert of_saves == {f"save_if_due {step}": {"the first process's answer": 1} for step in (4, 8, 12)}
     parts, ends = "saving parts of a checkpoint", "saving the end of a checkpoint"
     assert [what for what in exchanges if what.startswith("saving ")] == [parts, ends] * 3
-    print(len(exchanges), Counter(exchanges))
+    of_start_and_end = [what for what in exchanges if what != POLL and not what.startswith("saving ")]
+    assert len(of_start_and_end) - 3 <= 30  # 23 in November 2026
