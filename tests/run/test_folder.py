@@ -25,7 +25,7 @@ FREE = {
     *(f"checkpoint.{name}" for name in ("every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("source", "tokenizer", "workers")),
     *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens", "tasks", "bundle", "items")),
-    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds", "optimizer.batch_factor"),
+    *("diagnostics.every_steps", "eval.run_code", "hang.io_seconds", "hang.seconds", "optimizer.batch_factor"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
