@@ -19,8 +19,6 @@ from jaxtyping import Int
 
 from data.order import Mixture, RowSequence
 from data.packing import Row, Rows
-from data.tokenizer import TextTokenizer
-from system.errors import UserError
 
 Shape = tuple[int, int, int]
 
@@ -99,46 +97,3 @@ def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -
     finally:  # without a wait: threads may wait for a disk
         placing.shutdown(wait=False, cancel_futures=True)
         read.close()
-
-
-def held_out_batches(
-    rows: Sequence[Rows],
-    weights: Sequence[float],
-    tokens: int,
-    tokenizer: TextTokenizer,
-    shape: Shape,
-    sharding: NamedSharding,
-    document_bos: int | None = None,
-) -> tuple[list[Any], Int[np.ndarray, "datasets micro_batches"]]:
-    """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent,
-    under their dataset. Each dataset gives its share, in rows spread evenly over its rows, which fill micro-batches of
-    their own. Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations.
-    Padding rows have weight 0, too. Raise UserError if no target counts.
-    """
-    micro_batches, width, length = shape
-    zeros = np.zeros(length, np.int32)
-    padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
-    chosen: list[Row] = []
-    datasets: list[int] = []  # of each micro-batch
-    for number, (part, share) in enumerate(zip(rows, weights)):
-        count = min(len(part), max(round(tokens * share) // length, 1))
-        taken = [part[i * len(part) // count] for i in range(count)]
-        if part.chat_tokens is None:
-            for row in taken:
-                row["weights"] = row["weights"] * (tokenizer.token_bytes[row["targets"]] > 0)
-        chosen += [*taken, *[padding] * (-count % width)]
-        datasets += [number] * -(-count // width)
-    datasets += [0] * (-len(datasets) % micro_batches)
-    chosen += [padding] * (len(datasets) * width - len(chosen))
-    sizes = [int(tokenizer.text_bytes(row["inputs"], row["targets"])[row["weights"] > 0].sum()) for row in chosen]
-    if not any(sizes):
-        few = f"no text counts in the held-out rows of {length} tokens"
-        raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
-    of_micro_batch = np.array(sizes, np.int64).reshape(-1, width).sum(axis=1)
-    text_bytes = np.where(np.arange(len(rows))[:, None] == datasets, of_micro_batch, 0)
-    mine, batches = local_rows(shape, sharding), []
-    for first in range(0, len(chosen), micro_batches * width):
-        indices = first + np.arange(micro_batches)[:, None] * width + mine
-        batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
-        batches.append(to_devices(batch, shape, sharding))
-    return batches, text_bytes

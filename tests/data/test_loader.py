@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.loader import StepBatches, held_out_batches, local_rows, to_devices, train_batches
+from data.loader import StepBatches, local_rows, to_devices, train_batches
 from data.order import Mixture, RowSequence
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
-from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from options.schema import MeshConfig
-from system.errors import UserError
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
@@ -24,7 +22,6 @@ ROWS = StreamRows(TokenStream([np.arange(37 * LENGTH + 1)]), LENGTH)  # row i ha
 SHAPE = (3, 8, LENGTH)
 
 # A stream of 97 rows with a BOS (0 bytes) here and there.
-SIZES = np.array([0, 1, 2, 3, 4])
 VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
 # Documents of one to three tokens, packed, with padding.
 DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
@@ -184,57 +181,3 @@ def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
         next(batches)
         assert placed.acquire(timeout=60)
     assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
-
-
-def tokenizer_of(sizes: np.ndarray) -> TextTokenizer:
-    """Return a tokenizer whose tokens have these bytes."""
-
-    class Sized(TextTokenizer):
-        token_bytes = sizes
-        added_bytes = 0
-
-    return Sized("")
-
-
-def counted(batches: list) -> list[tuple[int, int]]:
-    """Return (input, target) of every target that counts, in the order of the rows."""
-    return [
-        pair
-        for batch in jax.device_get(batches)
-        for pair in zip(batch["inputs"][batch["weights"] > 0].tolist(), batch["targets"][batch["weights"] > 0].tolist())
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens"), [((1, 8), 1), ((2, 8), 10 * LENGTH), ((5, 24), 10 * LENGTH), ((1, 16), 10**9)]
-)
-def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
-    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, tokenizer_of(SIZES), (*shape, LENGTH), sharding())
-    count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
-    rows = [VAL[i * 97 // count] for i in range(count)]
-    pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
-    assert counted(batches) == [(i, target) for i, target in pairs if target != 0]
-    assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
-    assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
-    parts = [part for batch in batches for part in np.asarray(batch["targets"] * batch["weights"].astype(int))]
-    assert text_bytes.tolist() == [[SIZES[part].sum() for part in parts]]
-
-
-def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_bytes():
-    rows, weights, ones = [ROWS, VAL], [0.4, 0.6], tokenizer_of(np.ones(999, int))
-    batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, ones, (1, 8, LENGTH), sharding())
-    expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
-    targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
-    assert targets[:20].tolist() == [target.tolist() for target in expected]
-    assert text_bytes.tolist() == [[8 * LENGTH, 0, 0], [0, 8 * LENGTH, 4 * LENGTH]]
-    numbers = tokenizer_of(np.arange(99))
-    batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, numbers, (1, 8, LENGTH), sharding())
-    assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
-
-
-def test_held_out_rows_in_which_nothing_counts_are_refused():
-    ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
-    tokens = np.array([0, ids["<|user_start|>"], 20, ids["<|user_end|>"]])
-    question = PlannedRows(TokenStream([tokens]), plan_rows("whole", np.array([0]), 4, 16), 0, 16, ids)
-    with pytest.raises(UserError, match="no text counts in the held-out rows of 16 tokens"):
-        held_out_batches([question], [1.0], 10**9, tokenizer_of(np.ones(40, int)), (1, 8, 16), sharding())
