@@ -11,6 +11,7 @@ from typing import Any
 
 from options.command_line import parse_arguments, refuse_mistakes
 from options.schema import AnyPath, FilePath, MeshConfig, Positive
+from options.validation import PROGRAMS
 from system.errors import UserError
 from system.files import in_bucket
 from system.progress import progress
@@ -42,10 +43,13 @@ class Arguments:
     """Folder of another run: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
     """A benchmark instead of held-out text: `core`, from the bundle that DCLM and nanochat use, or `chatcore`, for a
-    network trained on conversations. Each item's result is kept; the same command resumes."""
+    network trained on conversations; `chatcore4` is the latter without its programs. Each item's result is kept; the
+    same command resumes."""
     bundle: FilePath = ""
-    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/ and gsm8k/, as
-    in docs/evaluation.md."""
+    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/, gsm8k/ and
+    humaneval/, as in docs/evaluation.md."""
+    run_code: bool = False
+    """Let `chatcore` run the programs that the network writes, in processes with limits against accidents."""
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
     mesh: MeshConfig = MeshConfig()
@@ -108,7 +112,12 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
         ),
         (
             tasks and tasks not in BENCHMARKS,
-            f"--tasks={tasks} is neither core nor chatcore; for others: export.py --format=hf, then lm_eval --model hf",
+            f"--tasks={tasks} is not one of {', '.join(BENCHMARKS)}; for others: export.py --format=hf, then lm_eval "
+            "--model hf",
+        ),
+        (
+            tasks == "chatcore" and not arguments.run_code,
+            f"--tasks=chatcore: {PROGRAMS}: add --run_code, or take --tasks=chatcore4, which leaves them out",
         ),
         (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
     ]
@@ -118,7 +127,7 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
         texts: ("other text (--source)", "source", "documents", "text_column", "text_extensions", "against"),
-        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out"),
+        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out", "run_code"),
     }[evaluation]
     options = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
     given = {name for name, value in options.items() if value != getattr(Arguments, name)}

@@ -305,8 +305,11 @@ class EvalConfig:
     """Prompts to continue after each evaluation; an empty one becomes the first words of a held-out document."""
     sample_tokens: InFile[Positive[int]] = 64
     """Tokens of each continuation, at most as many as the row has room for."""
-    tasks: Literal["", "core", "chatcore"] = ""
-    """A benchmark after each evaluation: `core`, or `chatcore` for conversations (docs/evaluation.md). Empty: none."""
+    tasks: Literal["", "core", "chatcore", "chatcore4"] = ""
+    """A benchmark after each evaluation: `core`, or `chatcore` for conversations; `chatcore4` is the latter without its
+    programs (docs/evaluation.md). Empty: none."""
+    run_code: Free[bool] = False
+    """Let `chatcore` run the programs that the network writes, in processes with limits against accidents."""
     bundle: FilePath = ""
     """Folder of the benchmark's items, as for evaluate.py."""
     items: InFile[Annotated[int, Meta(ge=2)]] = 100

@@ -85,6 +85,9 @@ def with_homes(config: T) -> T:
     return with_options(config, paths)
 
 
+PROGRAMS = "its HumanEval has programs as answers, which this machine must run"
+
+
 def validate(config: Config) -> None:
     """Raise UserError, naming the option, its value and what would work, for a config that cannot run anywhere.
 
@@ -106,6 +109,8 @@ def validate(config: Config) -> None:
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
     require(last <= config.steps or not config.steps, "profile.steps", f"the run has {config.steps} steps")
     require(not config.eval.tasks or config.eval.bundle != "", "eval.tasks", "give --eval.bundle=DIR, with its items")
+    runs_code = config.eval.run_code or config.eval.tasks != "chatcore"
+    require(runs_code, "eval.tasks", f"{PROGRAMS}: add --eval.run_code, or take chatcore4, which leaves them out")
     a_run = "it takes the moments of the run in init_from, which is empty"
     require(config.init_from != "" or not config.init_optimizer, "init_optimizer", a_run)
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"
