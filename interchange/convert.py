@@ -12,9 +12,8 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from interchange.nanochat import Cap
 from options.command_line import parse_arguments, refuse_mistakes
 from options.schema import (
     BatchConfig,
@@ -44,7 +43,7 @@ class Arguments:
     """The network's tokenizer, if the source has none: a tokenizer.json, a tokenizer.pkl, or a folder with one."""
     chat: bool = False
     """The network was trained on conversations. A chat template, and nanochat's meta files, say so themselves."""
-    nanochat_cap: Cap | None = None
+    nanochat_cap: Literal["e85db6b", "aba30cb"] | None = None
     """Commit of nanochat that trained the network, where its arrays do not tell: `e85db6b` (from 2026-01-16 on, logits
     capped at 15) or `aba30cb` (from 2026-03-02 on, at 20)."""
 
@@ -115,7 +114,7 @@ def tokenizer_in(folder: Path) -> Path | None:
     return folder if (folder / "tokenizer.json").exists() else None
 
 
-def read_network(source: Path, cap: Cap | None = None) -> tuple[int, Config, dict]:
+def read_network(source: Path, cap: str | None = None) -> tuple[int, Config, dict]:
     """Return the step of the network in a folder, 1 if it is not known, the Config of its run, and its float32
     parameters. `cap`: as `generation_of` takes it. Raise UserError if it is not one of ours, or if an array is missing,
     too much, or of another shape."""
@@ -153,7 +152,7 @@ def batch_of_rows(length: int, tokens_per_step: int) -> BatchConfig:
     return BatchConfig(length, rows * length, math.gcd(rows, max(1, TOKENS_PER_DEVICE // length)))
 
 
-def of_checkpoint(checkpoint: Path, cap: Cap | None) -> tuple[Config, dict[str, StoredTensor]]:
+def of_checkpoint(checkpoint: Path, cap: str | None) -> tuple[Config, dict[str, StoredTensor]]:
     """Return a Config with the network, the row and the rates of a checkpoint of nanochat's, and its arrays by its
     names. Raise UserError if it cannot be read, or if its network is none of ours."""
     tensors = nanochat.read_tensors(checkpoint)

@@ -16,7 +16,7 @@ a825e63    2026-03-14  smear and backout                           scale 1.2, S 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -56,8 +56,6 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "a825e63": LAMBDAS | {"value_embeddings": True, "qk_scale": 1.2, "smear": True, "backout": True},
 }
 """The options of the network from each commit on."""
-Cap = Literal["e85db6b", "aba30cb"]
-"""Commits whose networks have the same arrays, and other caps."""
 EXPERIMENTS = {
     "value_embed_A.weight": "e3f58b8 (2026-01-16)",
     "value_embed.weight": "0b58d70 (2026-01-16)",
@@ -93,9 +91,10 @@ def nanochat_tokenizer(folder: Path) -> Path | None:
     return next((home for home in homes if (home / "tokenizer.pkl").exists()), None)
 
 
-def generation_of(shapes: Mapping[str, tuple[int, ...]], cap: Cap | None) -> str:
-    """Return the first commit whose network has arrays of these names and shapes; `cap` chooses between two with the
-    same. Raise UserError if it must and does not, if there is nothing to choose, or if no network here has them."""
+def generation_of(shapes: Mapping[str, tuple[int, ...]], cap: str | None) -> str:
+    """Return the first commit whose network has arrays of these names and shapes. `cap` chooses between two with the
+    same, e85db6b and aba30cb. Raise UserError if it must and does not, or chooses where it must not, or if no network
+    here has such arrays."""
     for name, commits in EXPERIMENTS.items():
         if name in shapes:
             raise UserError(f"{name} is of {commits}, an experiment of nanochat's that is not converted")
