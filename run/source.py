@@ -88,6 +88,11 @@ class Material(Protocol):
         """Return what identifies it."""
         ...
 
+    @property
+    def row_order(self) -> int:
+        """Return the number of the order in which it gives its rows (data/order.py); 0 if it has none."""
+        ...
+
     def outlook_message(self, rows: int, length: int) -> str:
         """Return a line on what a run of `rows` rows of `length` tokens learns from."""
         ...
