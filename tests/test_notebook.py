@@ -2,9 +2,7 @@
 
 import glob
 import json
-import shutil
 import subprocess
-import sys
 from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,8 +14,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
 
 from options.command_line import parse
-from tests.repository import ROOT
-from tools.reference import repository_files
+from tests.repository import ROOT, copy_checkout
 
 TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()
 NOTEBOOK = nbformat.reads(TEXT, as_version=4)
@@ -32,13 +29,7 @@ TINY = """
 def copy(tmp_path, monkeypatch) -> Path:
     """Return a copy of the checkout, set up with this Python. Nothing can be installed."""
     monkeypatch.chdir(ROOT)
-    for path in repository_files():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, tmp_path / path)
-    (tmp_path / ".venv").mkdir()
-    for name in ("bin", "lib", "pyvenv.cfg"):
-        (tmp_path / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    (tmp_path / ".venv/installed-dev").touch()
+    copy_checkout(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("UV_OFFLINE", "1")
     return tmp_path
