@@ -14,8 +14,9 @@ from tools.recorded import Run
 PANEL = (5.0, 3.2)  # inches of a run's panel
 SHOWN = 2  # samples of a run on the card; the page has all of them below
 BENCHMARKS = {"core": "CORE", "chatcore": "ChatCORE", "chatcore4": "ChatCORE without HumanEval"}
-OF_ANSWERS = ("reward", "greedy_accuracy", "pass_at_1")
-"""What a panel of reinforcement shows, whose loss is none to compare: advantages weigh it."""
+LOSSES = {"loss": "training", "val_loss": "validation"}
+ANSWERS = {"reward": "reward", "greedy_accuracy": "greedy accuracy", "pass_at_1": "pass@1"}
+"""What a panel of reinforcement shows: its loss is weighed by advantages, and cannot be compared."""
 
 
 def stage_of(run: Run) -> str:
@@ -55,8 +56,8 @@ def benchmark(run: Run, name: str) -> str:
     return with_interval(*found) if found else ""
 
 
-def results(run: Run, price: float) -> dict[str, str]:
-    """Return a run's rows of the card, by name."""
+def figures(run: Run) -> dict[str, str]:
+    """Return what a run reached, by name."""
     rows = {"stage": stage_of(run)}
     if tokens := run.course("tokens").values:
         rows["tokens"] = f"{tokens[-1]:,.0f}"
@@ -70,10 +71,13 @@ def results(run: Run, price: float) -> dict[str, str]:
     for k in sorted(int(name[8:]) for name in draws):
         if found := newest(run, f"pass_at_{k}"):
             rows[f"pass@{k}"] = with_interval(*found)
-    rows["time, with evaluations and saves"] = duration(run.seconds)
-    if price:
-        rows["dollars"] = f"{cost(run.seconds, [run], price):,.2f}"
     return rows
+
+
+def spent(run: Run, price: float) -> dict[str, str]:
+    """Return what a run took, by name; with dollars if there is a price."""
+    rows = {"time, with evaluations and saves": duration(run.seconds)}
+    return rows | ({"dollars": f"{cost(run.seconds, [run], price):,.2f}"} if price else {})
 
 
 def cost(seconds: float, runs: list[Run], price: float) -> float:
@@ -122,11 +126,12 @@ def picture(runs: list[Run]) -> str:
     figure = Figure(figsize=(PANEL[0] * len(runs), PANEL[1]), layout="constrained")
     for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
         stage = stage_of(run)
-        names = OF_ANSWERS if stage == "reinforcement" else ("loss", "val_loss")
-        for name in names:
+        for name, label in (ANSWERS if stage == "reinforcement" else LOSSES).items():
             course = run.course(name)
-            marked = "o-" if name not in ("loss", "reward") else "-"
-            axes.plot(run.along("tokens", course.steps), course.values, marked, linewidth=1.2, markersize=4, label=name)
+            marked = "-" if name in ("loss", "reward") else "o-"
+            axes.plot(
+                run.along("tokens", course.steps), course.values, marked, linewidth=1.2, markersize=4, label=label
+            )
         axes.set(title=f"{run.name}: {stage}", xlabel="tokens")
         axes.set_ylabel("share of answers" if stage == "reinforcement" else "nats a token")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -141,7 +146,8 @@ def picture(runs: list[Run]) -> str:
 def samples(run: Run) -> str:
     """Return a run's newest samples, as HTML."""
     shown = next((line["samples"] for line in reversed(run.lines) if line.get("samples")), [])[:SHOWN]
-    return "".join(f'<h3>{escape(run.name)}</h3><pre dir="auto">{escape(text)}</pre>' for text in shown)
+    parts = "".join(f'<pre dir="auto">{escape(text)}</pre>' for text in shown)
+    return f"<h3>{escape(run.name)} writes</h3>{parts}" if shown else ""
 
 
 def costs(seconds: Mapping[str, float], runs: list[Run], price: float) -> str:
@@ -155,7 +161,9 @@ def costs(seconds: Mapping[str, float], runs: list[Run], price: float) -> str:
 
 def card(runs: list[Run], price: float, stages: Mapping[str, float]) -> str:
     """Return the card of these runs as HTML, with the seconds of a speedrun's stages if they are known."""
-    times = f"<h3>Every stage, all its starts</h3>{costs(stages, runs, price)}" if stages else ""
+    reached, taken = [figures(run) for run in runs], [spent(run, price) for run in runs]
+    order = dict.fromkeys([name for rows in (*reached, *taken) for name in rows], "")
+    rows = [order | of | took for of, took in zip(reached, taken)]
     drawn = picture(runs) if len(runs) > 1 else ""
-    written = "".join(map(samples, runs))
-    return f"{table([run.name for run in runs], [results(run, price) for run in runs])}{drawn}{times}{written}"
+    times = f"<h3>Every stage, all its starts</h3>{costs(stages, runs, price)}" if stages else ""
+    return f"{table([run.name for run in runs], rows)}{drawn}{times}{''.join(map(samples, runs))}"

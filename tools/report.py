@@ -202,7 +202,7 @@ p, h3 { color: #555 } label { margin-right: 1rem }
 table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto }
 td { vertical-align: top; padding: 0.2rem 1.2rem 0.2rem 0; border-bottom: 1px solid #eee }
 pre { padding: 0.5rem; background: #f6f6f4; font-size: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-summary { cursor: pointer; overflow-wrap: anywhere } img { max-width: 100% }
+summary { cursor: pointer; overflow-wrap: anywhere } img { max-width: 100%; margin: 1rem 0 }
 .axis { position: sticky; top: 0; z-index: 5; background: #fff; padding: 0.5rem 0 }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(26rem, 1fr)); gap: 0.5rem 2rem }
 .plots section { min-width: 0 } #loss-section { grid-column: 1 / -1 } .plot { height: 20rem }

@@ -174,8 +174,8 @@ TINY = {
     "TINY": "1",
     "PRICE": "3",
     "PRETRAIN_OPTIONS": "--data.source=configs --model.depth=1 --model.width=32 --model.heads=4 --model.kv_heads=4 "
-    "--model.head_dim=8 --model.vocab_size=512 --batch.tokens_per_step=512 --eval.tokens=1024 --steps=30 "
-    "--checkpoint.every_steps=2",
+    "--model.head_dim=8 --model.vocab_size=512 --batch.tokens_per_step=512 --eval.tokens=1024 --steps=20 "
+    "--checkpoint.every_steps=5",
     "FINETUNE_OPTIONS": "--steps=2 --eval.tokens=1024",
     "REINFORCE_OPTIONS": "--steps=1 --reinforce.samples=2",
     "EVALUATE_OPTIONS": "--items=2",

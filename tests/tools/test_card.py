@@ -49,7 +49,7 @@ def runs(tmp_path) -> list[Run]:
 
 
 def test_each_stage_has_its_figures(runs):
-    of_base, of_chat, of_answers = (card.results(run, price=3.0) for run in runs)
+    of_base, of_chat, of_answers = (card.figures(run) | card.spent(run, price=3.0) for run in runs)
     assert [of["stage"] for of in (of_base, of_chat, of_answers)] == ["pretraining", "fine-tuning", "reinforcement"]
     assert of_base["tokens"] == f"{400 * 65_536:,}" and float(of_base["bits per byte, held out"]) > 1
     assert of_base["CORE"] == "0.2000 (0.1900 to 0.2100)"  # all items, not the first eight
@@ -58,7 +58,12 @@ def test_each_stage_has_its_figures(runs):
     assert of_answers["pass@16"] == "0.7500 (0.7000 to 0.8000)" and of_answers["greedy accuracy"] == "0.5000"
     assert of_base["time, with evaluations and saves"] == "2.5 h" and of_base["dollars"] == f"{2.5 * 8 * 3:.2f}"
     assert of_answers["time, with evaluations and saves"] == "36 s"
-    assert "dollars" not in card.results(runs[0], price=0.0)
+    assert "dollars" not in card.spent(runs[0], price=0.0)
+
+
+def test_what_was_reached_stands_above_what_it_took(runs):
+    shown = re.findall(r'<tr><td dir="auto">(.*?)</td>', card.card(runs, 3.0, {}))
+    assert shown[1] == "stage" and shown[-2:] == ["time, with evaluations and saves", "dollars"]
 
 
 def test_stages_of_several_starts_are_summed(runs, tmp_path):
