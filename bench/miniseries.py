@@ -174,13 +174,14 @@ def draw(points: list[Point], law: Law, path: Path) -> None:
     axes.plot(flops[inside], [law.loss(x) for x in flops[inside]], color="tab:blue", label=label)
     axes.plot(flops[~inside], [law.loss(x) for x in flops[~inside]], "--", color="tab:blue", label="beyond the runs")
     if law.count > 2:
-        bounds = np.clip([law.interval(x) for x in flops], min(measured) / 2, max(measured) * 2)
-        axes.fill_between(flops, bounds[:, 0], bounds[:, 1], color="tab:blue", alpha=0.15, label="95% for one more run")
-    axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel="bits per byte, held out")
+        low, high = zip(*(law.interval(x) for x in flops))
+        axes.fill_between(flops, low, high, color="tab:blue", alpha=0.15, label="95% for one more run")
+    axes.set(xscale="log", yscale="log", ylim=(law.loss(flops[-1]) / 1.3, max(measured) * 1.3))
+    axes.set(xlabel="training FLOPs", ylabel="bits per byte, held out")
     axes.yaxis.set_major_formatter("{x:.2g}")
     axes.yaxis.set_minor_formatter("{x:.2g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    axes.legend(loc="lower left")
     write_picture(path, figure)
 
 

@@ -42,7 +42,8 @@ def newest(run: Run, name: str) -> tuple[float, Sequence[float] | None] | None:
     """Return the newest figure of this name in a run's lines, and its interval; None if no line has it."""
     for line in reversed(run.lines):
         if isinstance(value := line.get(name), int | float):
-            return value, line.get(f"{name}_interval")
+            interval = line.get(f"{name}_interval")
+            return value, interval and (interval["low"], interval["high"])
     return None
 
 

@@ -15,6 +15,7 @@ import evaluate
 from data.prepare.__main__ import Arguments as PrepareArguments
 from options.arguments import StartArguments
 from options.command_line import parse_arguments, parse_own
+from run.folder import RunFolder
 from tests.evaluation import core_bundle
 from tests.repository import ROOT, copy_checkout
 from tools import depth, report
@@ -174,8 +175,8 @@ TINY = {
     "TINY": "1",
     "PRICE": "3",
     "PRETRAIN_OPTIONS": "--data.source=configs --model.depth=1 --model.width=32 --model.heads=4 --model.kv_heads=4 "
-    "--model.head_dim=8 --model.vocab_size=512 --batch.tokens_per_step=512 --eval.tokens=1024 --steps=20 "
-    "--checkpoint.every_steps=5",
+    "--model.head_dim=8 --model.vocab_size=512 --batch.tokens_per_step=512 --eval.tokens=1024 --steps=100 "
+    "--checkpoint.every_steps=20",
     "FINETUNE_OPTIONS": "--steps=2 --eval.tokens=1024",
     "REINFORCE_OPTIONS": "--steps=1 --reinforce.samples=2",
     "EVALUATE_OPTIONS": "--items=2",
@@ -192,7 +193,7 @@ def test_a_tiny_run_that_is_killed_in_pretraining_ends_with_a_card(tmp_path, mon
     out = tmp_path / "runs/speedrun-tiny"
     with (tmp_path / "log").open("wb") as log:
         started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        while not list(out.glob("base/checkpoints/[1-9]*")) and started.poll() is None:
+        while not any(RunFolder(out / "base").finished_steps()[1:]) and started.poll() is None:
             time.sleep(0.1)
         os.killpg(started.pid, signal.SIGKILL)
     assert started.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()

@@ -42,9 +42,13 @@ def runs(tmp_path) -> list[Run]:
     base = write_stage(tmp_path / "d12", "", 2.5)
     write_core(base, "step_400_items_8", 0.9, 8)
     write_core(base, "step_400", 0.2, 500)
-    chat = write_stage(tmp_path / "chat", base, 0.5, {"chatcore": 0.1, "chatcore_interval": [0.05, 0.15]})
+    chat = write_stage(
+        tmp_path / "chat", base, 0.5, {"chatcore": 0.1, "chatcore_interval": {"low": 0.05, "high": 0.15}}
+    )
     answers = {"reward": 0.3, "greedy_accuracy": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.4, "pass_at_16": 0.75}
-    reinforced = write_stage(tmp_path / "better", chat, 0.01, answers | {"pass_at_16_interval": [0.7, 0.8]})
+    reinforced = write_stage(
+        tmp_path / "better", chat, 0.01, answers | {"pass_at_16_interval": {"low": 0.7, "high": 0.8}}
+    )
     return read_runs([base, chat, reinforced])
 
 
