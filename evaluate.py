@@ -11,6 +11,7 @@ from typing import Any
 
 from options.command_line import parse_arguments, refuse_mistakes
 from options.schema import AnyPath, FilePath, MeshConfig, Positive
+from options.validation import PROGRAMS
 from system.errors import UserError
 from system.files import in_bucket
 from system.progress import progress
@@ -42,10 +43,13 @@ class Arguments:
     """Folder of another run: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
     """A benchmark instead of held-out text: `core`, from the bundle that DCLM and nanochat use, or `chatcore`, for a
-    network trained on conversations. Each item's result is kept; the same command resumes."""
+    network trained on conversations; `chatcore4` is the latter without its programs. Each item's result is kept; the
+    same command resumes."""
     bundle: FilePath = ""
-    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/ and gsm8k/, as
-    in docs/evaluation.md."""
+    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/, gsm8k/ and
+    humaneval/, as in docs/evaluation.md."""
+    run_code: bool = False
+    """Let `chatcore` run the programs that the network writes, in processes with limits against accidents."""
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
     mesh: MeshConfig = MeshConfig()
@@ -62,7 +66,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data.dataset import Text, open_text, shortest
-from data.loader import held_out_batches
+from data.held_out import HeldOut, read_held_out
 from data.prepare.corpus import Document
 from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
 from evaluation.core import Task
@@ -76,7 +80,7 @@ from run.folder import folder_to_read
 from run.network import Network, open_network
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
-from training.step import Batch, make_eval_step
+from training.step import make_eval_step
 
 
 def main() -> int:
@@ -108,7 +112,12 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
         ),
         (
             tasks and tasks not in BENCHMARKS,
-            f"--tasks={tasks} is neither core nor chatcore; for others: export.py --format=hf, then lm_eval --model hf",
+            f"--tasks={tasks} is not one of {', '.join(BENCHMARKS)}; for others: export.py --format=hf, then lm_eval "
+            "--model hf",
+        ),
+        (
+            tasks == "chatcore" and not arguments.run_code,
+            f"--tasks=chatcore: {PROGRAMS}: add --run_code, or take --tasks=chatcore4, which leaves them out",
         ),
         (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
     ]
@@ -118,7 +127,7 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, Mesh], dict[str, Any]]:
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
         texts: ("other text (--source)", "source", "documents", "text_column", "text_extensions", "against"),
-        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out"),
+        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "out", "run_code"),
     }[evaluation]
     options = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
     given = {name for name, value in options.items() if value != getattr(Arguments, name)}
@@ -134,7 +143,7 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     config = network.config
     shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
 
-    def read() -> tuple[Text, tuple[list[Batch], np.ndarray]]:
+    def read() -> tuple[Text, HeldOut]:
         text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
         if text.fingerprint != network.dataset:
             raise UserError(
@@ -142,14 +151,14 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
                 f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
             )
         tokens, sharding = arguments.tokens or config.eval.tokens, batch_sharding(mesh)
-        return text, held_out_batches(
-            text.val, text.weights, tokens, text.tokenizer, shape, sharding, text.document_bos
-        )
+        rows = read_held_out(text.val, text.weights, tokens, text.tokenizer, shape, sharding, text.document_bos)
+        return text, rows
 
-    text, (batches, text_bytes) = on_every_process("the run's text", read)
+    text, rows = on_every_process("the run's text", read)
+    text_bytes = rows.text_bytes()
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(network.sharded)
-    results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
+    results = evaluate(eval_step, network.params, rows.batches, text_bytes, watched, shortest(text.names))
     if not math.isfinite(results["val_loss"]):
         raise UserError(f"the network of {run_dir} is not usable: its validation loss is {results['val_loss']}")
     return {"step": network.step, **results}

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from data.dataset import Text
-from evaluation.chat_core import ChatCore, read_chat_tasks
+from evaluation.chat_core import WITHOUT_PROGRAMS, ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
 from evaluation.evaluator import Benchmark, Interrupted
 from evaluation.scorer import Scorer
@@ -13,7 +14,11 @@ from hosts.distributed import check_hosts_agree, on_every_process
 from run.network import Network
 from training.build import Build
 
-BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
+BENCHMARKS: dict[str, Callable[[str, int | None], list[Task]]] = {
+    "core": read_bundle,
+    "chatcore": read_chat_tasks,
+    "chatcore4": partial(read_chat_tasks, labels=WITHOUT_PROGRAMS),
+}
 """The functions that read each benchmark's tasks from its folder."""
 
 
@@ -28,7 +33,9 @@ def benchmark_of(name: str, tasks: Sequence[Task], network: Network) -> Core:
     scorer = Scorer(network, READS * network.config.batch.sequence_length)
 
     def made() -> Core:
-        return ChatCore(tasks, network, scorer) if name == "chatcore" else Core(tasks, network.tokenizer, scorer)
+        if name == "core":
+            return Core(name, tasks, network.tokenizer, scorer)
+        return ChatCore(name, tasks, network, scorer)
 
     core = on_every_process("its benchmark", made)
     check_hosts_agree("their bundle", json.dumps(core.facts))

@@ -1,7 +1,8 @@
 """ChatCORE: a network's knowledge in conversations, as measured by nanochat's scripts/chat_eval.py.
 
 ARC and MMLU are questions with letters: the likeliest letter as the answer's first token is chosen. GSM8K's answers are
-written, with the calculator, and right if the number after #### is. The items are the hub's files in a folder.
+written, with the calculator, and right if the number after #### is. HumanEval's answers are programs, and right if they
+pass their problem's test. The items are the hub's files in a folder.
 """
 
 import re
@@ -18,8 +19,10 @@ import pyarrow.parquet
 from data.conversation import render, require_chat_tokens
 from data.prepare.chat_formats import FORMATS, Row, multiple_choice, of_gsm8k, of_mmlu
 from evaluation.core import Core, Task
+from evaluation.execution import succeeds
 from evaluation.scorer import Question, Scorer
 from generation.engine import Engine
+from hosts.distributed import on_first_process
 from model.sampling import Sampling
 from run.network import Network
 from system.errors import UserError
@@ -27,6 +30,7 @@ from system.progress import progress
 from training.mesh import batch_devices
 
 NEW_TOKENS = 512  # most tokens of a written answer
+CODE = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
@@ -48,22 +52,33 @@ def gsm8k_item(row: Row) -> dict[str, Any]:
     return {"messages": messages, "gold": number}
 
 
+def human_eval_item(row: Row) -> dict[str, Any]:
+    messages = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": f"{row['prompt']}\n{row['canonical_solution']}"},
+    ]
+    return {"messages": messages, "test": row["test"], "entry_point": row["entry_point"]}
+
+
 ARC_COLUMNS = ("question", "choices", "answerKey")
+CODE_COLUMNS = ("prompt", "canonical_solution", "test", "entry_point")
 SETS: dict[str, tuple[str, tuple[str, ...], Callable[[Row], dict[str, Any]], str]] = {
     "ARC-Easy": ("arc/ARC-Easy/test*", ARC_COLUMNS, arc_item, "letters"),
     "ARC-Challenge": ("arc/ARC-Challenge/test*", ARC_COLUMNS, arc_item, "letters"),
     "MMLU": ("mmlu/all/test*", FORMATS["MMLU"][0], mmlu_item, "letters"),
-    "GSM8K": ("gsm8k/main/test*", FORMATS["GSM8K"][0], gsm8k_item, "written"),
+    "GSM8K": ("gsm8k/main/test*", FORMATS["GSM8K"][0], gsm8k_item, "number"),
+    "HumanEval": ("humaneval/openai_humaneval/test*", CODE_COLUMNS, human_eval_item, "program"),
 }
 """Each task's files, their columns, the function from a row to an item, and its kind."""
-BASELINES = {"letters": 0.25, "written": 0.0}
+BASELINES = {"letters": 0.25, "number": 0.0, "program": 0.0}
 """The accuracy of guessing, as in nanochat."""
+WITHOUT_PROGRAMS = tuple(label for label, (_, _, _, kind) in SETS.items() if kind != "program")
 
 
-def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
+def read_chat_tasks(folder: str, items: int | None, labels: Sequence[str] = tuple(SETS)) -> list[Task]:
     """Return the tasks of a folder, each with all of its items or the first `items`, in nanochat's order. Raise
     UserError, naming the file or row, for anything missing or of another schema."""
-    return [_read_task(folder, label, items) for label in SETS]
+    return [_read_task(folder, label, items) for label in labels]
 
 
 def _read_task(folder: str, label: str, items: int | None) -> Task:
@@ -94,6 +109,20 @@ def read_items(folder: str, label: str, part: str = "test") -> list[dict[str, An
     return made
 
 
+def program_of(item: dict[str, Any], answer: str) -> str:
+    """Return the program that ends without an exception if an answer is right: the imports that a problem of HumanEval
+    begins with, the answer's first block of code (or all of it), and the problem's test."""
+    imports = []
+    for line in item["messages"][0]["content"].split("\n"):
+        if line.strip().startswith(("import ", "from ")):
+            imports.append(line.strip())
+        elif line.strip() and not line.strip().startswith("#"):
+            break
+    block = CODE.search(answer)
+    code = (block[1] if block else answer).strip()
+    return "\n".join([*imports, "", code, "", item["test"], f"check({item['entry_point']})"])
+
+
 def number_of(text: str) -> str | None:
     """Return the number after ####, without commas; None if there is none."""
     match = NUMBER.search(text)
@@ -103,12 +132,10 @@ def number_of(text: str) -> str | None:
 class ChatCore(Core):
     """ChatCORE on a mesh. Called with the network's parameters, it returns `figures`."""
 
-    name = "chatcore"
-
-    def __init__(self, tasks: Sequence[Task], network: Network, scorer: Scorer):
+    def __init__(self, name: str, tasks: Sequence[Task], network: Network, scorer: Scorer):
         """Raise UserError for a tokenizer that cannot encode the conversations, or a letter as one token."""
         require_chat_tokens(network.tokenizer)
-        super().__init__(tasks, network.tokenizer, scorer)
+        super().__init__(name, tasks, network.tokenizer, scorer)
         self.network = network
         letters = sorted({letter for task in tasks for item in task.items for letter in item.get("letters", ())})
         self.letters = dict(zip(letters, network.tokenizer.encode(letters)))
@@ -116,7 +143,7 @@ class ChatCore(Core):
             raise UserError(f"the tokenizer takes several tokens for {', '.join(several)}; an answer is one token")
 
     def answered(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-        return (self.written if task.kind == "written" else super().answered)(params, task, indices)
+        return (super().answered if task.kind == "letters" else self.written)(params, task, indices)
 
     def prompt(self, task: Task, index: int) -> list[int]:
         """Return the tokens of an item's question."""
@@ -151,8 +178,13 @@ class ChatCore(Core):
     def line(self, task: Task, index: int, tokens: Sequence[int], cut: bool) -> dict[str, Any]:
         """Return the line of a written answer."""
         text = self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)  # as in nanochat
-        number, gold = number_of(text), task.items[index]["gold"]
+        item = task.items[index]
+        if task.kind == "program":
+            result = {"correct": on_first_process(lambda: succeeds(program_of(item, text)))}
+        else:
+            number = number_of(text)
+            result = {"correct": number == item["gold"], "number": number, "gold": item["gold"]}
         return {
-            **{"task": task.label, "item": index, "correct": number == gold, "number": number, "gold": gold},
+            **{"task": task.label, "item": index, **result},
             **{"text": text, "tokens": len(tokens), "tie": False, "cut": int(cut), "unscored": 0},
         }

@@ -175,10 +175,8 @@ def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[st
 class Core:
     """Tasks and their scorer on a mesh. Called with parameters, it returns `figures`."""
 
-    name = "core"
-
-    def __init__(self, tasks: Sequence[Task], tokenizer: TextTokenizer, scorer: Scorer):
-        self.tasks, self.tokenizer, self.scorer = tasks, tokenizer, scorer
+    def __init__(self, name: str, tasks: Sequence[Task], tokenizer: TextTokenizer, scorer: Scorer):
+        self.name, self.tasks, self.tokenizer, self.scorer = name, tasks, tokenizer, scorer
         bundle = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
         self.facts = {"bundle": bundle, "tokenizer": tokenizer.sha256, **scorer.facts}
         """The facts, other than the parameters, that the figures depend on."""

@@ -14,7 +14,6 @@ import msgspec
 
 from options.schema import (
     SMEAR_CHANNELS,
-    VALUE_GATE_CHANNELS,
     Config,
     ModelConfig,
     Role,
@@ -86,6 +85,9 @@ def with_homes(config: T) -> T:
     return with_options(config, paths)
 
 
+PROGRAMS = "its HumanEval has programs as answers, which this machine must run"
+
+
 def validate(config: Config) -> None:
     """Raise UserError, naming the option, its value and what would work, for a config that cannot run anywhere.
 
@@ -107,6 +109,8 @@ def validate(config: Config) -> None:
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
     require(last <= config.steps or not config.steps, "profile.steps", f"the run has {config.steps} steps")
     require(not config.eval.tasks or config.eval.bundle != "", "eval.tasks", "give --eval.bundle=DIR, with its items")
+    runs_code = config.eval.run_code or config.eval.tasks != "chatcore"
+    require(runs_code, "eval.tasks", f"{PROGRAMS}: add --eval.run_code, or take chatcore4, which leaves them out")
     a_run = "it takes the moments of the run in init_from, which is empty"
     require(config.init_from != "" or not config.init_optimizer, "init_optimizer", a_run)
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"
@@ -115,7 +119,7 @@ def validate(config: Config) -> None:
     require(model.heads % model.kv_heads == 0, "model.kv_heads", divides)
     letters = set(model.window_pattern) <= {"S", "L"} and model.window_pattern != ""
     require(letters, "model.window_pattern", "letters S (short) and L (long), one for each block, such as SSSL")
-    for feature, channels in (("smear", SMEAR_CHANNELS), ("value_embeddings", VALUE_GATE_CHANNELS)):
+    for feature, channels in (("smear", SMEAR_CHANNELS), ("value_embeddings", model.value_gate_channels)):
         enough = model.width >= channels or not getattr(model, feature)
         require(enough, "model.width", f"model.{feature} reads {channels} channels of it")
     most = math.floor(10 * (87.3 - math.log(model.vocab_size))) / 10

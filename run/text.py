@@ -113,7 +113,7 @@ class TextSource:
         loss, bits = results["val_loss"], results["val_bpb"]
         of = ", ".join(f"{name} {part:.4f}" for name, part in results.get("val_bpb_of", {}).items() if part is not None)
         lines = [f"validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{f' ({of})' * bool(of)}"]
-        for name in {"core", "chatcore"} & results.keys():
+        for name in {"core", "chatcore", "chatcore4"} & results.keys():
             interval = results[f"{name}_interval"]
             lines.append(f"{name} {results[name]:.4f} ({interval['low']:.4f} to {interval['high']:.4f})")
         return lines

@@ -221,7 +221,11 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
             ["--source=text", "--out=nothing", "--tokenizer=untouched/tokenizer", "--vocab_size=400"],
             "--vocab_size is for a tokenizer that is trained here",
         ),
-        ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "is neither core nor chatcore"),
+        (
+            "evaluate",
+            ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"],
+            "is not one of core, chatcore, chatcore4",
+        ),
         ("evaluate", ["--run_dir=text", "--tasks=core", "--bundle=x"], "text holds no run"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "--tasks: not an option"),

@@ -16,6 +16,7 @@ from tests.evaluation import core_bundle
 from tests.evaluation.core_bundle import CONFIG, LONGEST, network_of, words
 
 FOLDERS = {"ARC-Easy": "arc/ARC-Easy", "ARC-Challenge": "arc/ARC-Challenge", "MMLU": "mmlu/all", "GSM8K": "gsm8k/main"}
+FOLDERS |= {"HumanEval": "humaneval/openai_humaneval"}
 
 
 def columns(label: str) -> dict[str, list]:
@@ -27,6 +28,13 @@ def columns(label: str) -> dict[str, list]:
         if label == "GSM8K":
             problem = {"question": some(3, 30) + "?", "answer": f"It is <<1+2=3>>3.\n#### {[3, 1_000][i % 3 == 0]:,}"}
             rows.append(problem | ({"question": some(200, 200)} if i == 8 else {}))  # longer than the row
+        elif label == "HumanEval":
+            problem = {
+                "prompt": f'def first(xs):\n    """{some(3, 9)}"""\n',
+                "canonical_solution": "    return xs[0]\n",
+            }
+            test = "def check(candidate):\n    assert candidate([7, 8]) == 7\n"
+            rows.append(problem | {"test": test, "entry_point": "first"})
         elif label == "MMLU":
             choices = [some(1, 4) for _ in "ABCD"]
             rows.append({"question": some(3, 40), "subject": "", "choices": choices, "answer": rng.randrange(4)})
