@@ -28,9 +28,9 @@ from system.errors import UserError
 
 LIMIT = 1800  # seconds for one phase
 OPTIONS = (
-    "--model.depth=2 --model.width=128 --model.heads=2 --model.kv_heads=2 --model.head_dim=64 --steps=40 "
-    "--batch.sequence_length=64 --batch.tokens_per_step=4096 --batch.rows_per_device=1 --log.every_steps=1 "
-    "--checkpoint.every_steps=10 --eval.every_steps=20 --eval.tokens=65536 --eval.prompts="
+    "--model.depth=2 --model.width=128 --model.heads=2 --model.kv_heads=2 --model.head_dim=64 --steps=20 "
+    "--batch.sequence_length=64 --batch.tokens_per_step=1024 --batch.rows_per_device=1 --log.every_steps=1 "
+    "--checkpoint.every_steps=5 --eval.every_steps=10 --eval.tokens=16384 --eval.prompts="
 )
 
 

@@ -228,6 +228,8 @@ def plan(config: Config, topology: Topology, devices: Any, arguments: Arguments)
         plans += [plan_mesh(candidate, devices, limit) for candidate in meshes(smaller, topology)]
     print(f"{name_of(topology)}: {topology.devices} device(s); {limit / GIB:.3g} GiB of each may be taken")
     print(table(plans))
+    state = plans[0].parts["parameters"] + plans[0].parts["moments"]
+    print(f"a save copies {state / GIB:.3g} GiB of each device to its host, until they are written")
     for plan in plans:
         if plan.fits:
             print(f"{' x '.join(map(str, plan.mesh))}: {changes(config, plan)}")

@@ -11,9 +11,9 @@ import pytest
 
 import chat
 import evaluate
-import export
 import sample
 import train
+from interchange import convert
 from options.arguments import StartArguments
 from options.command_line import parse, parse_arguments, parse_own
 from options.files import config_from_json, load_config
@@ -213,8 +213,8 @@ def test_a_mistyped_option_is_answered_with_the_nearest(command, word, meant, mo
     [
         (chat, [], r"--run_dir is missing. Talk to .*: python chat.py --run_dir=runs/chat.$"),
         (chat, ["--serve"], r"--run_dir is missing"),
-        (export, ["--run-dir", "x"], r"--out is missing"),
-        (export, [], r"--out and --run_dir are missing"),
+        (convert, ["--source", "x"], r"--out is missing"),
+        (convert, [], r"--out and --source are missing"),
         (inspect, [], r"RUN_DIR is missing. .*: python -m tools.inspect RUN.$"),
     ],
 )
