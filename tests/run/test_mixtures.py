@@ -17,8 +17,6 @@ from options.schema import DataConfig
 from run.folder import RunFolder
 from system.errors import UserError
 from tests.commands import ROOT, run
-from tests.hosts.processes import finish
-from tests.hosts.processes import start as start_processes
 from tests.run.short_runs import CONFIG, losses
 from tools import dataset
 
@@ -123,18 +121,3 @@ def test_no_row_repeats_over_changes_kills_and_a_way_back(folder, rows, read, mo
     assert start(monkeypatch, folder, *back) == 0
     assert not read["a"] and not {*read["b"]} & {*undisturbed["b"][:8]}
     assert read["b"][:4] == undisturbed["b"][8:] and read["c"] == undisturbed["c"][:8]
-
-
-@pytest.mark.slow
-def test_two_hosts_read_after_a_change_what_one_does(folder, monkeypatch):
-    for options in STEPS[:2]:
-        command = [ROOT / "train.py", "--config=tiny.py", "--accept_changes", "--run_dir=two", *options]
-        command.append("--batch.rows_per_device=2")
-        finish(start_processes(command, command, folders=[folder]), 0)
-        assert start(monkeypatch, folder, "--run_dir=one", *options) == 0
-    one, two = losses(folder / "one"), losses(folder / "two")
-    assert one.keys() == two.keys() == {*range(1, 7)}
-    assert all(two[step] == pytest.approx(loss, rel=1e-5) for step, loss in one.items())
-    starts = [RunFolder(folder / name).events.read() for name in ("one", "two")]
-    mixtures = [[event["mixture"] for event in events if event["event"] == "start"] for events in starts]
-    assert mixtures[0] == mixtures[1] and len(mixtures[0]) == 2
