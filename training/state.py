@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from model.gpt import GPT, map_parameters, parameter_shapes
 from model.kernels import has_bfloat16
+from model.keys import random_key
 from model.parallel import compute_capability
 from options.schema import ModelConfig
 from training.mesh import resized
@@ -77,7 +78,7 @@ def create_state(network: ShardedNetwork, optimizer: optax.GradientTransformatio
     abstract = abstract_state(network, optimizer)
 
     def create() -> TrainState:
-        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(random_key(seed)))
         state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
         return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 
