@@ -1,5 +1,8 @@
 """Talk to a network that was fine-tuned on conversations: python chat.py --run_dir=runs/chat."""
 
+import ipaddress
+import os
+import socket
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,10 +29,13 @@ class Arguments(SamplingArguments):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together."""
     serve: bool = False
-    """Answer over HTTP: a page to chat on, and OpenAI's chat completions API (docs/chat.md). Requests without a
-    temperature, top_k or top_p use the options above."""
+    """Answer over HTTP: a page to chat on, and OpenAI's API (docs/chat.md). Requests without a temperature, top_k or
+    top_p use the options above. If the environment variable TOKENSUM_API_KEY is set, programs must send it."""
     host: str = "127.0.0.1"
     """Address of the server. The default admits only this machine."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may be for, besides localhost, this machine's and --host: those of a proxy or a tunnel, as
+    chat.example.com; `*.example.com` stands for all below it, `*` for any."""
     port: NotNegative[int] = 8000
     """Port of the server; 0 takes a free one."""
     slots: Positive[int] = 4
@@ -49,9 +55,11 @@ from hosts.runtime import run_command, start_jax
 from interchange.folders import converses
 from model.sampling import Sampling
 from run.folder import folder_to_read
-from run.network import open_network
+from run.network import Network, open_network
+from serving.access import require_names
+from serving.batcher import Batcher
 from serving.model import model_of, size_of
-from serving.server import listener, serve
+from serving.server import Access, Service, listener, serve
 from serving.terminal import Terminal, note
 from training.mesh import mesh_of_first
 
@@ -60,22 +68,20 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     if arguments.serve and (arguments.prompt or arguments.system or arguments.tokens or arguments.seed):
         raise UserError("--serve takes no --prompt, --system, --tokens or --seed: each request has its own")
+    require_names(arguments.allowed_hosts)
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     network = open_network(arguments.run_dir, mesh_of_first(arguments.mesh), arguments.step)
-    require_chat_tokens(network.tokenizer, arguments.run_dir)
+    if not address:
+        require_chat_tokens(network.tokenizer, arguments.run_dir)
     if not converses(network.config, network.tokenizer):
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
-    engine = Engine(network, arguments.slots if arguments.serve else 1)
+    engine = Engine(network, arguments.slots if address else 1)
     if not arguments.prompt:
         engine.compile()
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
-        at = f"http://{arguments.host}:{address.getsockname()[1]}"
-        note(f"{arguments.run_dir}, step {network.step}: {at}, until Ctrl-C")
-        name = folder_to_read(arguments.run_dir).path.name
-        model = model_of(network.config, name, network.dataset)
-        serve(engine, network.tokenizer, model, sampling, address, arguments.host, arguments.queue)
+        serve_network(network, engine, sampling, arguments, address)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:
@@ -88,6 +94,21 @@ def main() -> int:
     )
     terminal.run()
     return 0
+
+
+def serve_network(
+    network: Network, engine: Engine, sampling: Sampling, arguments: Arguments, address: socket.socket
+) -> None:
+    """Serve the network until SIGTERM or Ctrl-C, and say where, and to whom."""
+    access = Access((arguments.host, *arguments.allowed_hosts), os.environ.get("TOKENSUM_API_KEY", "").strip())
+    host, port, *_ = address.getsockname()
+    if not (access.key or ipaddress.ip_address(host).is_loopback):
+        note("whoever reaches this server can use it: set TOKENSUM_API_KEY, and programs must send that key")
+    note(f"{arguments.run_dir}, step {network.step}: http://{arguments.host}:{port}, until Ctrl-C")
+    name = folder_to_read(arguments.run_dir).path.name
+    model = model_of(network.config, name, network.dataset, converses(network.config, network.tokenizer))
+    batcher = Batcher(engine, arguments.queue)
+    serve(Service(batcher, network.tokenizer, model, sampling), access, address)
 
 
 if __name__ == "__main__":

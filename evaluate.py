@@ -66,7 +66,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data.dataset import Text, open_text, shortest
-from data.loader import held_out_batches
+from data.held_out import HeldOut, read_held_out
 from data.prepare.corpus import Document
 from evaluation.benchmark import BENCHMARKS, benchmark_of, read_tasks
 from evaluation.core import Task
@@ -80,7 +80,7 @@ from run.folder import folder_to_read
 from run.network import Network, open_network
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import params_sha256
-from training.step import Batch, make_eval_step
+from training.step import make_eval_step
 
 
 def main() -> int:
@@ -143,7 +143,7 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
     config = network.config
     shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
 
-    def read() -> tuple[Text, tuple[list[Batch], np.ndarray]]:
+    def read() -> tuple[Text, HeldOut]:
         text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
         if text.fingerprint != network.dataset:
             raise UserError(
@@ -151,14 +151,14 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
                 f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
             )
         tokens, sharding = arguments.tokens or config.eval.tokens, batch_sharding(mesh)
-        return text, held_out_batches(
-            text.val, text.weights, tokens, text.tokenizer, shape, sharding, text.document_bos
-        )
+        rows = read_held_out(text.val, text.weights, tokens, text.tokenizer, shape, sharding, text.document_bos)
+        return text, rows
 
-    text, (batches, text_bytes) = on_every_process("the run's text", read)
+    text, rows = on_every_process("the run's text", read)
+    text_bytes = rows.text_bytes()
     watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
     eval_step = make_eval_step(network.sharded)
-    results = evaluate(eval_step, network.params, batches, text_bytes, watched, shortest(text.names))
+    results = evaluate(eval_step, network.params, rows.batches, text_bytes, watched, shortest(text.names))
     if not math.isfinite(results["val_loss"]):
         raise UserError(f"the network of {run_dir} is not usable: its validation loss is {results['val_loss']}")
     return {"step": network.step, **results}

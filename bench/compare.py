@@ -5,23 +5,32 @@ others are compared with the first one: the difference of a seed's two runs in b
 over the seeds, Student's 95% interval, and a p-value that Holm's method corrects for the number of comparisons. The
 number of seeds is fixed before the runs: to stop at the first clear difference would find too many. The same command
 resumes. It prints a table, and writes compare.json and .md.
+
+With `--equal=seconds` the runs take equal seconds, not equal tokens. First the recipes' steps are timed in turn. A
+recipe whose step takes 5% longer then trains for 5% fewer steps. step_seconds.json keeps the times: a command that
+resumes takes as many steps as before.
 """
 
 import hashlib
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import tyro
 from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
+from bench.throughput import WARMUP_STEPS, random_batch
 from hosts.runtime import ROOT, code_digest, versions
 from options.command_line import parse, parse_arguments
 from options.schema import MEASURED, Config, FilePath, free_to_change, options
@@ -29,9 +38,11 @@ from options.validation import require_steps
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import is_there, write_whole
+from training.build import build
 
 OWN = [f"--{name}={value}" for name, value in MEASURED.items()]
 LEVEL = 0.05
+TIMED_STEPS = 9  # of each recipe
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Arguments:
     """Two recipes or more: a config each, or one in quotes with options of train.py."""
     seeds: Annotated[int, Meta(ge=2, le=100)] = 3
     """Runs of each recipe, with the seeds 0, 1, ..."""
+    equal: Literal["tokens", "seconds"] = "tokens"
+    """What the recipes' runs have in common, besides their text."""
     out: FilePath = "runs/compare"
     """A folder for the runs, compare.json and compare.md."""
 
@@ -53,6 +66,8 @@ class Recipe(NamedTuple):
     """As given: `configs/small.py --model.depth=3`."""
     config: Config
     out: Path
+    own: tuple[str, ...] = ()
+    """Options that this command adds."""
 
     def digest(self) -> str:
         """Return a digest of options, code and versions."""
@@ -65,13 +80,14 @@ class Recipe(NamedTuple):
         readable = re.sub(r"[^\w.=-]+", "_", self.text.replace(".py", "").replace(" --", " ").removeprefix("configs/"))
         return self.out / f"{readable[-60:]}-{self.digest()}-{seed}"
 
-    def shared(self) -> dict[str, object]:
-        """Return the options that compared recipes must share: text, rows, and tokens of training and evaluation."""
+    def shared(self, equal: str) -> dict[str, object]:
+        """Return the options that compared recipes must share: text, rows, tokens of evaluation and, unless seconds are
+        equal, of training."""
         every = options(self.config)
         names = [name for name in every if name.startswith("data.") and not free_to_change(name)]
         names += ["data.source", "model.vocab_size", "batch.sequence_length", "eval.tokens"]
         tokens = self.config.steps * self.config.batch.tokens_per_step
-        return {name: every[name] for name in names} | {"tokens of the run": tokens}
+        return {name: every[name] for name in names} | ({"tokens of the run": tokens} if equal == "tokens" else {})
 
 
 class Comparison(NamedTuple):
@@ -104,28 +120,80 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-def read_recipes(texts: tuple[str, ...], out: Path) -> list[Recipe]:
+def read_recipe(text: str, out: Path, own: tuple[str, ...] = ()) -> Recipe:
+    """Return a recipe with the options `own`. Raise UserError if it is not valid."""
+    try:
+        file, *words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{text!r} is not a config with options ({error})") from error
+    config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN, *own])
+    require_steps(config)
+    return Recipe(text, config, out, own)
+
+
+def read_recipes(texts: tuple[str, ...], out: Path, equal: str) -> list[Recipe]:
     """Return the recipes. Raise UserError, before anything runs, for one that is not valid, or that cannot be compared
     with the first one. A wrong option exits with code 2."""
     if len(texts) < 2:
         raise UserError('give two recipes or more: configs/small.py "configs/small.py --model.depth=3"')
-    recipes = []
-    for text in texts:
-        try:
-            file, *words = shlex.split(text)
-        except ValueError as error:
-            raise UserError(f"{text!r} is not a config with options ({error})") from error
-        config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN])
-        require_steps(config)
-        recipes.append(Recipe(text, config, out))
-    ours = recipes[0].shared()
+    recipes = [read_recipe(text, out) for text in texts]
+    ours = recipes[0].shared(equal)
     for other in recipes[1:]:
-        theirs = other.shared()
+        theirs = other.shared(equal)
         if different := [f"{name}: {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
             raise UserError(f"{texts[0]} and {other.text} differ in text or tokens: {'; '.join(different)}")
     if len({recipe.digest() for recipe in recipes}) < len(recipes):
         raise UserError("two recipes are the same: their runs would be, too")
     return recipes
+
+
+def with_equal_seconds(recipes: list[Recipe], out: Path) -> list[Recipe]:
+    """Return the recipes with the steps that take as long as the first one's. Raise UserError for one that has steps of
+    its own, or whose rows are not known before its run."""
+    for recipe in recipes:
+        if recipe is not recipes[0] and re.search(r"--(steps|epochs)\b", recipe.text):
+            raise UserError(f"{recipe.text!r}: --equal=seconds chooses its steps; give them to the first recipe alone")
+        if recipe.config.batch.rows_per_device == "auto":
+            raise UserError(f"{recipe.text!r}: --equal=seconds times a step, which needs --batch.rows_per_device=ROWS")
+    file = out / "step_seconds.json"
+    known = json.loads(file.read_text()) if is_there(file) else {}
+    digests = [recipe.digest() for recipe in recipes]
+    if not all(digest in known for digest in digests):
+        known = dict(zip(digests, step_seconds([recipe.config for recipe in recipes])))
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(known, indent=2))
+    first, *others = recipes
+    made = [first]
+    for recipe, digest in zip(others, digests[1:]):
+        steps = round(first.config.steps * known[digests[0]] / known[digest])
+        print(f"{recipe.text}: {known[digest]:.3f} s a step, {first.text}: {known[digests[0]]:.3f} s; {steps} steps")
+        made.append(read_recipe(recipe.text, out, (f"--steps={steps}",)))
+    return made
+
+
+def step_seconds(configs: list[Config]) -> list[float]:
+    """Return the seconds that a step of each config takes: the median over steps in turn, of processor time on a CPU,
+    which others may share, and else on the clock."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    courses = [steps_taken(config) for config in configs]
+    seconds: list[list[float]] = [[] for _ in configs]
+    for number in range(WARMUP_STEPS + TIMED_STEPS):
+        for course, own in zip(courses, seconds):
+            started = clock()
+            next(course)
+            if number >= WARMUP_STEPS:
+                own.append(clock() - started)
+    return [statistics.median(own) for own in seconds]
+
+
+def steps_taken(config: Config) -> Iterator[None]:
+    """Take a step on random tokens at each `next`."""
+    built = build(config)
+    state, batch = built.create_state(), random_batch(built)
+    compiled = built.train_step.lower(state, batch).compile()
+    while True:
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        yield
 
 
 def train(recipe: Recipe, seed: int) -> float:
@@ -134,7 +202,7 @@ def train(recipe: Recipe, seed: int) -> float:
     folder = recipe.run_dir(seed)
     file, *words = shlex.split(recipe.text)
     own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}"]
-    command = [sys.executable, ROOT / "train.py", f"--config={file}", *words, *OWN, *own]
+    command = [sys.executable, ROOT / "train.py", f"--config={file}", *words, *OWN, *recipe.own, *own]
     if not is_there(folder / "summary.json"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_suffix(".log")
@@ -164,7 +232,10 @@ def as_table(comparisons: list[Comparison], corrected: list[float]) -> str:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
-    first, *others = recipes = read_recipes(arguments.recipes, out)
+    recipes = read_recipes(arguments.recipes, out, arguments.equal)
+    if arguments.equal == "seconds":
+        recipes = with_equal_seconds(recipes, out)
+    first, *others = recipes
     bits: dict[str, list[float]] = {recipe.text: [] for recipe in recipes}
     for seed in range(arguments.seeds):
         for recipe in recipes:

@@ -86,7 +86,7 @@ def _content(message: Message, role: str) -> str | list[Message]:
     text = "".join(part["text"] for part in parts)
     if role == "tool":
         return [{"type": "python_output", "text": text}]
-    if not calls and not text.strip():
+    if role != "assistant" and not text.strip():
         raise ValueError("is empty")
     if role != "assistant" or (isinstance(content, str) and not calls):
         return text
@@ -114,6 +114,12 @@ def _calls(message: Message) -> list[Message]:
     return parts
 
 
+def _is_empty_answer(message: Message) -> bool:
+    """Return whether an assistant's message has neither text nor calls. A network may write one; none is learned."""
+    parts = _parts(_content(message, "assistant"))
+    return not _calls(message) and not "".join(part["text"] for part in parts).strip()
+
+
 def document_of(conversation: object) -> str:
     """Return a conversation as a document of a dataset: its messages, in one spelling of JSON. Raise ValueError as
     `messages_of`, if there is no answer in it, and if a message has what a document cannot keep."""
@@ -121,6 +127,8 @@ def document_of(conversation: object) -> str:
     if len(messages) < 2:
         raise ValueError("no message of an assistant")
     for number, message in enumerate(_listed(conversation), 1):
+        if message["role"] == "assistant" and _is_empty_answer(message):
+            raise ValueError(f"message {number} (assistant) is empty")
         if message.get("reasoning_content"):
             raise ValueError(f"message {number} ({message['role']}) has reasoning_content, which cannot be learned")
         if message["role"] == "assistant" and message.get("weight") not in (None, 1):

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from data.dataset_folder import Dataset, open_dataset
-from data.loader import Mixture
+from data.order import ROW_ORDER, Mixture
 from data.packing import Row, Rows, most_tokens
 from data.tokenizer import TextTokenizer
 from options.schema import DataConfig
@@ -41,11 +42,12 @@ class Text:
     """Number of held-out documents."""
     too_long: str = ""
     """With `packing=whole`: the number of documents longer than a row, and their treatment."""
+    row_order: ClassVar[int] = ROW_ORDER
 
     @property
     def weights(self) -> list[float]:
         """Return each dataset's share of the held-out rows. They sum to 1."""
-        return [float(share) for share in self.mixture.shares]
+        return [float(share) for share in self.mixture.shares.values()]
 
     def validation_message(self, tokens: int, length: int) -> str:
         """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
@@ -116,7 +118,7 @@ def read_source(source: str) -> tuple[list[str], list[Fraction]]:
     if min(shares.values()) <= 0:
         raise UserError(f"--data.source={source}: a share must be above 0; {NEEDS_SHARES}")
     if len(shares) < len(parts):
-        raise UserError(f"--data.source={source}: a dataset is named twice: give it the sum of its shares")
+        raise UserError(f"--data.source={source}: a text is named twice: give it the sum of its shares")
     total = sum(shares.values())
     return list(shares), [share / total for share in shares.values()]
 
@@ -173,10 +175,14 @@ def open_text(
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
         print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
     prints = [dataset.fingerprint for dataset in datasets]
+    if len({*prints}) < len(prints):
+        raise UserError(f"--data.source={config.source}: a text is named twice: give it the sum of its shares")
     fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((shares, prints)).encode()).hexdigest()[:16]
     document_bos = tokenizer.bos if config.mask_documents else None
     documents = sum(dataset.val_documents for dataset in datasets)
-    return Text(names, train, val, Mixture(shares), tokenizer, document_bos, fingerprint, documents, too_long)
+    return Text(
+        names, train, val, Mixture(dict(zip(prints, shares))), tokenizer, document_bos, fingerprint, documents, too_long
+    )
 
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:

@@ -1,17 +1,14 @@
 """Batches as a pure function of (rows, seed, position): no iterator has a state to save.
 
-A step of G rows takes the next G of an endless sequence. The sequence is a fresh permutation of all rows in each epoch.
-A mixture interleaves its datasets' sequences by their shares. Row i of a step's G is row i % B of micro-batch i // B.
-The mesh determines its device, and each process reads only its own rows.
+A step of G rows takes the next G of an endless sequence (data/order.py). Row i of a step's G is row i % B of
+micro-batch i // B. The mesh determines its device, and each process reads only its own rows.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from math import lcm
 from typing import Any
 
 import grain
@@ -20,56 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from data.order import Mixture, RowSequence
 from data.packing import Row, Rows
-from data.tokenizer import TextTokenizer
-from system.errors import UserError
 
 Shape = tuple[int, int, int]
-
-
-class Mixture:
-    """The sequence of sources that rows come from. Row n's is a function of n alone, so any row is found at once.
-
-    The sources are interleaved as in `grain.MapDataset.mix`, with exact shares: any stretch of rows has them as nearly
-    as complete rows allow.
-    """
-
-    def __init__(self, shares: Sequence[Fraction]):
-        """Take the share of each source. They sum to 1."""
-        self.shares = shares
-        scale = lcm(*(share.denominator for share in shares))
-        self.proportions = [int(share * scale) for share in shares]
-
-    def __getitem__(self, row: int) -> tuple[int, int]:
-        """Return the source of a row, and the number of earlier rows of this source."""
-        counts, after = self.counts(row), self.counts(row + 1)
-        source = next(i for i, (before, now) in enumerate(zip(counts, after)) if now > before)
-        return source, counts[source]
-
-    def counts(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows of each source in the first `rows` rows: its part of those that earlier sources
-        leave."""
-        counts, left = [], sum(self.proportions)
-        for proportion in self.proportions:
-            rest = rows * (left - proportion) // left
-            counts.append(rows - rest)
-            rows, left = rest, left - proportion
-        return tuple(counts)
-
-
-class RowSequence:
-    """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset occurs once in
-    its epoch."""
-
-    def __init__(self, rows: Sequence[Rows], mixture: Mixture, seed: int):
-        self.mixture = mixture
-        self.orders: list[Any] = [
-            grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat() for i, part in enumerate(rows)
-        ]
-
-    def __getitem__(self, position: int) -> tuple[int, int]:
-        part, number = self.mixture[position]
-        return part, int(self.orders[part][number])
 
 
 @dataclass
@@ -146,46 +97,3 @@ def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -
     finally:  # without a wait: threads may wait for a disk
         placing.shutdown(wait=False, cancel_futures=True)
         read.close()
-
-
-def held_out_batches(
-    rows: Sequence[Rows],
-    weights: Sequence[float],
-    tokens: int,
-    tokenizer: TextTokenizer,
-    shape: Shape,
-    sharding: NamedSharding,
-    document_bos: int | None = None,
-) -> tuple[list[Any], Int[np.ndarray, "datasets micro_batches"]]:
-    """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent,
-    under their dataset. Each dataset gives its share, in rows spread evenly over its rows, which fill micro-batches of
-    their own. Targets without text (the BOS) have weight 0, except those that an assistant writes in conversations.
-    Padding rows have weight 0, too. Raise UserError if no target counts.
-    """
-    micro_batches, width, length = shape
-    zeros = np.zeros(length, np.int32)
-    padding = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
-    chosen: list[Row] = []
-    datasets: list[int] = []  # of each micro-batch
-    for number, (part, share) in enumerate(zip(rows, weights)):
-        count = min(len(part), max(round(tokens * share) // length, 1))
-        taken = [part[i * len(part) // count] for i in range(count)]
-        if part.chat_tokens is None:
-            for row in taken:
-                row["weights"] = row["weights"] * (tokenizer.token_bytes[row["targets"]] > 0)
-        chosen += [*taken, *[padding] * (-count % width)]
-        datasets += [number] * -(-count // width)
-    datasets += [0] * (-len(datasets) % micro_batches)
-    chosen += [padding] * (len(datasets) * width - len(chosen))
-    sizes = [int(tokenizer.text_bytes(row["inputs"], row["targets"])[row["weights"] > 0].sum()) for row in chosen]
-    if not any(sizes):
-        few = f"no text counts in the held-out rows of {length} tokens"
-        raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
-    of_micro_batch = np.array(sizes, np.int64).reshape(-1, width).sum(axis=1)
-    text_bytes = np.where(np.arange(len(rows))[:, None] == datasets, of_micro_batch, 0)
-    mine, batches = local_rows(shape, sharding), []
-    for first in range(0, len(chosen), micro_batches * width):
-        indices = first + np.arange(micro_batches)[:, None] * width + mine
-        batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
-        batches.append(to_devices(batch, shape, sharding))
-    return batches, text_bytes

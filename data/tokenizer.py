@@ -92,8 +92,8 @@ class TextTokenizer:
         return max(int(self.token_bytes[ids].sum()) - len("a"), 0)  # below 0: it cannot spell the letter
 
     def text_bytes(
-        self, inputs: Integer[np.ndarray, "tokens"], targets: Integer[np.ndarray, "tokens"]
-    ) -> Int[np.ndarray, "tokens"]:
+        self, inputs: Integer[np.ndarray, "*tokens"], targets: Integer[np.ndarray, "*tokens"]
+    ) -> Int[np.ndarray, "*tokens"]:
         """Return the bytes of text of each target after its input. A text's first token follows a special one, and is
         counted without `added_bytes`."""
         sizes = self.token_bytes[targets]

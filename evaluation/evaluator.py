@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from data.dataset import Text, shortest
-from data.loader import held_out_batches
+from data.held_out import HeldOut, read_held_out
 from data.prompts import encode_prompts
 from evaluation.statistics import ratio
 from generation.continuations import continuations
@@ -80,9 +80,9 @@ class Evaluator:
         config = built.config
         self.built, self.text, self.benchmark = built, text, benchmark
 
-        def read() -> tuple[list[list[int]], tuple[list[Batch], Int[np.ndarray, "datasets micro_batches"]]]:
+        def read() -> tuple[list[list[int]], HeldOut]:
             prompts = encode_prompts(text.tokenizer, text.prompts(config.eval.prompts), config.batch.sequence_length)
-            return prompts, held_out_batches(
+            return prompts, read_held_out(
                 text.val,
                 text.weights,
                 config.eval.tokens,
@@ -92,7 +92,8 @@ class Evaluator:
                 text.document_bos,
             )
 
-        self.prompts, (self.batches, self.text_bytes) = on_every_process("the held-out rows", read)
+        self.prompts, held_out = on_every_process("the held-out rows", read)
+        self.batches, self.text_bytes = held_out.batches, held_out.text_bytes()
         longest = max(map(len, self.prompts), default=0) + config.eval.sample_tokens
         row = {"batch.sequence_length": min(longest, config.batch.sequence_length)}
         network = Network(with_options(config, row), text.tokenizer, {}, built.network)

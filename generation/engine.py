@@ -125,18 +125,13 @@ def write(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[Laye
     return layers, tokens.T
 
 
-def compute_params(params: dict, dtype: jnp.dtype) -> dict:
-    """Return the parameters in the compute type, but for the few numbers that stay float32."""
-    return jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), params)
-
-
 class Engine:
     """Call `begin` for each answer, and then `step` until it is finished."""
 
     def __init__(self, network: Network, slots: int = 1):
         """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over. A network without
         parameters gets them later (`load`)."""
-        mesh, self.dtype = network.sharded.mesh, network.sharded.dtype
+        mesh = network.sharded.mesh
         self.devices = batch_devices(mesh)
         self.slots_per_device = -(-slots // self.devices)  # on a device
         # Least recently used first. Those after each other are on different devices, which read at the same time.
@@ -149,7 +144,7 @@ class Engine:
         self.tokenizer = network.tokenizer
         _, _, _, end, *self.tools = (self.tokenizer.special_tokens.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
-        over = network.sharded.on_mesh
+        over = network.sharded.on_gathered
         empty = lambda model: model.empty_cache(self.slots_per_device, self.capacity).layers
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
         self._empty = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])
@@ -159,6 +154,7 @@ class Engine:
         of_slots = partial(jax.jit, donate_argnums=1, out_shardings=outs, compiler_options=options)
         self._read = of_slots(over(read, (CACHE, ROWS), (CACHE, ROWS)))
         self._write = of_slots(over(write, (CACHE, ROWS), (CACHE, ROWS)))
+        self._gather = jax.jit(network.sharded.gathered)
         self.params: dict = {}
         self.cache: list[LayerCache] | None = None
         if network.params:
@@ -172,8 +168,8 @@ class Engine:
 
     def load(self, params: dict) -> None:
         """Take float32 parameters, drop every answer and forget what the caches have: as a new engine, without
-        compiling."""
-        self.params = compute_params(params, self.dtype)
+        compiling. Until `unload`, each device keeps the parameters in the compute type, gathered over `data`."""
+        self.params = self._gather(params)
         if self.cache is None:
             self.cache = self._empty(self.params)
         self.slots.sort(key=lambda slot: (slot.index % self.slots_per_device, slot.index))

@@ -209,8 +209,9 @@ def on_first_process(function: Callable[[], Any]) -> Any:
     Every process must call it."""
     if jax.process_count() == 1:
         return function()
-    answer = on_every_process("an answer", lambda: json.dumps(function()) if jax.process_index() == 0 else "")
-    return json.loads(exchange("the first process's answer", answer)[0])
+    here = (lambda: json.dumps(function())) if jax.process_index() == 0 else str
+    answer, failure = attempt(here)
+    return json.loads(exchange_answers("the first process's answer", answer or "", failure)[0])
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
@@ -220,20 +221,29 @@ def on_every_process(what: str, function: Callable[[], T]) -> T:
     another process without end."""
     if distributed.global_state.num_processes == 1:
         return function()
-    failure: Exception | None = None
-    result: Any = None
+    result, failure = attempt(function)
+    exchange_answers(what, "", failure)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `function`, or the exception that it raised."""
     try:
-        result = function()
+        return function(), None
     except Exception as error:
-        failure = error
-    answers = [answer.split(" ", 1) for answer in exchange(what, _described(failure) if failure else " ")]
+        return None, error
+
+
+def exchange_answers(what: str, answer: str, failure: Exception | None) -> list[str]:
+    """Return every process's `answer`, in order. If some have a `failure`, raise what `on_every_process` does."""
+    answers = [one.split(" ", 1) for one in exchange(what, _described(failure) if failure else f" {answer}")]
     if failed := [(int(kind), message, i) for i, (kind, message) in enumerate(answers) if kind]:
         kind, message, i = min(failed)
         shared = KINDS[kind]
         if failure and shared is FailedElsewhere:
             raise failure
         raise shared(f"process {i}: {message}") from failure
-    return result
+    return [text for _, text in answers]
 
 
 def _described(failure: Exception) -> str:

@@ -1,9 +1,9 @@
 """Make a run of a network in another program's format: python -m interchange.convert --source=FOLDER --out=runs/NAME.
 
-The source is a folder that export.py wrote, a nanochat in transformers' format, or nanochat's own checkpoints
-(model_NNNNNN.pt, of which the newest is taken). The run has one checkpoint, with zeros as the optimizer's moments, so
-every command that takes a run takes it: train.py and reinforce.py with `--init_from`, evaluate.py, sample.py, chat.py,
-export.py.
+The source is a folder, or a repository of the Hugging Face hub (`--source=hf:OWNER/NAME`): an export, a nanochat in
+transformers' format, or nanochat's own checkpoints (model_NNNNNN.pt, of which the newest is taken). The run has one
+checkpoint, with zeros as the optimizer's moments, so every command that takes a run takes it: train.py and reinforce.py
+with `--init_from`, evaluate.py, sample.py, chat.py, export.py.
 """
 
 import json
@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from options.command_line import parse_arguments, refuse_mistakes
 from options.schema import (
@@ -36,13 +36,16 @@ class Arguments:
     """Make a run of a network in another program's format."""
 
     source: FilePath
-    """Folder of the network."""
+    """Folder of the network, or `hf:OWNER/NAME[@REVISION]` on the Hugging Face hub."""
     out: FilePath
     """The run's folder, a new one."""
     tokenizer: FilePath = ""
     """The network's tokenizer, if the source has none: a tokenizer.json, a tokenizer.pkl, or a folder with one."""
     chat: bool = False
-    """The network was trained on conversations. A chat template, and nanochat's folders, say so themselves."""
+    """The network was trained on conversations. A chat template, and nanochat's meta files, say so themselves."""
+    nanochat_cap: Literal["e85db6b", "aba30cb"] | None = None
+    """Commit of nanochat that trained the network, where its arrays do not tell: `e85db6b` (from 2026-01-16 on, logits
+    capped at 15) or `aba30cb` (from 2026-03-02 on, at 20)."""
 
 
 if __name__ == "__main__":
@@ -56,7 +59,9 @@ from jaxtyping import Array
 from data.tokenizer import TextTokenizer
 from data.tokenizer_formats import find_tokenizer
 from hosts.runtime import run_command, start_jax
-from interchange import formats
+from interchange import formats, nanochat
+from interchange.hub import download
+from interchange.nanochat import StoredTensor
 from model.gpt import parameter_counts, parameter_shapes
 from run.config_json import write_config_json
 from run.folder import RunFolder
@@ -64,6 +69,7 @@ from run.saver import Saver
 from training.build import build
 from training.optimizer import path_name
 from training.sharded import split_model
+from training.state import TrainState
 
 ARCHITECTURES = ("nanochat", "tokensum")
 """Those that our network computes, as config.json names them."""
@@ -73,17 +79,18 @@ TOKENS_PER_DEVICE = 2**14
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    source, out = Path(arguments.source), Path(arguments.out)
+    out = Path(arguments.out)
     if os.path.exists(out):
         raise UserError(f"--out={out} exists already; give a new folder")
-    if not formats.newest_checkpoint(source) and not any(source.glob("*.safetensors")):
+    source = download(arguments.source) if arguments.source.startswith("hf:") else Path(arguments.source)
+    if not nanochat.newest_checkpoint(source) and not any(source.glob("*.safetensors")):
         raise UserError(f"{source} holds no network: no *.safetensors or model_*.pt; a run needs no conversion")
     home = arguments.tokenizer or tokenizer_in(source)
     if not home:
         raise UserError(f"{source} has no tokenizer: give one as --tokenizer")
     tokenizer = find_tokenizer(home)
     start_jax()
-    step, config, params = read_network(source)
+    step, config, params = read_network(source, arguments.nanochat_cap)
     if arguments.chat:
         config = with_options(config, {"data.packing": "whole"})
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -91,8 +98,9 @@ def main() -> int:
             f"the tokenizer in {home} has {tokenizer.vocab_size:,} tokens, and the network {config.model.vocab_size:,}"
         )
     write_run(out, config, step, tokenizer, params)
+    size = sum(parameter_counts(config.model).values())
     print(
-        f"{sum(parameter_counts(config.model).values()):,} parameters of {source} are the run {out}, step {step}\n"
+        f"{size:,} parameters of {arguments.source} are the run {out}, step {step}\n"
         f"train from it: python train.py --config=FILE --init_from={out}\n"
         f"evaluate it:   python evaluate.py --run_dir={out} --source=PATH"
     )
@@ -101,18 +109,22 @@ def main() -> int:
 
 def tokenizer_in(folder: Path) -> Path | None:
     """Return the folder with a network's tokenizer, or None if it has none."""
-    if formats.newest_checkpoint(folder):
-        return formats.nanochat_tokenizer(folder)
+    if nanochat.newest_checkpoint(folder):
+        return nanochat.nanochat_tokenizer(folder)
     return folder if (folder / "tokenizer.json").exists() else None
 
 
-def read_network(source: Path) -> tuple[int, Config, dict]:
+def read_network(source: Path, cap: str | None = None) -> tuple[int, Config, dict]:
     """Return the step of the network in a folder, 1 if it is not known, the Config of its run, and its float32
-    parameters. Raise UserError if it is not one of ours, or if an array is missing, too much, or of another shape."""
-    checkpoint = formats.newest_checkpoint(source)
-    config = of_checkpoint(checkpoint) if checkpoint else of_hf(source)
-    step = int(checkpoint.stem.removeprefix("model_")) if checkpoint else 1
-    stored = formats.stored_arrays(source)
+    parameters. `cap`: as `generation_of` takes it. Raise UserError if it is not one of ours, or if an array is missing,
+    too much, or of another shape."""
+    checkpoint = nanochat.newest_checkpoint(source)
+    if checkpoint:
+        config, stored = of_checkpoint(checkpoint, cap)
+        step = int(checkpoint.stem.removeprefix("model_"))
+    else:
+        config, stored = of_hf(source), formats.stored_arrays(source)
+        step = 1
     name_of, transposed = formats.spelling(stored)
     here, wanted = {name: tuple(array.get_shape()) for name, array in stored.items()}, {}
     for name, shape in parameter_shapes(config.model).items():
@@ -140,18 +152,24 @@ def batch_of_rows(length: int, tokens_per_step: int) -> BatchConfig:
     return BatchConfig(length, rows * length, math.gcd(rows, max(1, TOKENS_PER_DEVICE // length)))
 
 
-def of_checkpoint(checkpoint: Path) -> Config:
-    """Return a Config with the network, the row and the rates of a checkpoint of nanochat's. Raise UserError if it is
-    of another nanochat than the one of mid 2026."""
+def of_checkpoint(checkpoint: Path, cap: str | None) -> tuple[Config, dict[str, StoredTensor]]:
+    """Return a Config with the network, the row and the rates of a checkpoint of nanochat's, and its arrays by its
+    names. Raise UserError if it cannot be read, or if its network is none of ours."""
+    tensors = nanochat.read_tensors(checkpoint)
+    generation = nanochat.generation_of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, cap)
     try:
-        model, length, tokens_per_step, optimizer = formats.describe_checkpoint(checkpoint)
-        chat = checkpoint.resolve().parent.parent.name.startswith("chat")  # chatsft_checkpoints, chatrl_checkpoints
+        meta = json.loads(nanochat.meta_file(checkpoint).read_text())
+        model, length = nanochat.describe_network(meta, generation)
+        tokens_per_step, chat, optimizer = nanochat.describe_training(meta)
         config = as_config(model, batch_of_rows(length, tokens_per_step), chat)
         config = resolved(with_options(config, optimizer))
         validate(config)
     except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the meta file of {checkpoint} describes no network of ours: {error!r}") from error
-    return config
+    tensors = nanochat.without_spare_rows(tensors, model.vocab_size)
+    if generation == "9a88194":
+        tensors = nanochat.with_gates(tensors, model.kv_heads, model.value_gate_channels)
+    return config, {name: StoredTensor(tensor) for name, tensor in tensors.items()}
 
 
 def of_hf(folder: Path) -> Config:
@@ -199,7 +217,8 @@ def write_run(out: Path, config: Config, step: int, tokenizer: TextTokenizer, pa
     it cannot be written."""
     config = replace(config, name=out.name, run_dir=str(out), steps=step)
     built = build(replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
-    state = built.create_state()._replace(params=params, step=jnp.int32(step))
+    moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), built.abstract_state.opt_state)
+    state = TrainState(jnp.int32(step), params, moments, jnp.int32(0))
     facts = {"tokens": 0, "seconds": 0.0, "losses": [], "shapes": parameter_shapes(config.model)}
     partial = out.with_name(f"{out.name}.partial")
     try:

@@ -26,7 +26,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 TRAINING_TEMPLATE = "additional_chat_templates/training.jinja"  # transformers: chat_template="training"
 IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
 """The options that `hf_config` expresses."""
-REMOTE = {"qk_scale", "window_pattern", "value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"}
+REMOTE = {"qk_scale", "window_pattern", "resid_lambdas", "x0_lambdas", "smear", "backout"}
+REMOTE |= {"value_embeddings", "value_embedding_every", "value_gate_channels", "value_gate_limit"}
 """The options that only the modeling file has, not transformers' class."""
 
 

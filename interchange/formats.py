@@ -1,4 +1,4 @@
-"""Formats of networks in folders: the names and shapes of arrays, and config.json, of four kinds. The last are
+"""Formats of networks in folders: the names and shapes of arrays, and config.json. interchange/nanochat.py has those of
 nanochat's own checkpoints.
 
 ours                               NanoChatForCausalLM                             interchange/modeling_tokensum.py
@@ -10,8 +10,6 @@ resid_lambdas.values               -                                            
 A kernel is [inputs, outputs] here, and [outputs, inputs] there.
 """
 
-import json
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,16 @@ import numpy as np
 from jaxtyping import Float
 from safetensors import safe_open
 
+from interchange.nanochat import TABLE, nanochat_name
 from model.attention import has_value_embedding
 from model.kernels import window_of
-from options.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, BatchConfig, Config, ModelConfig
+from options.schema import SMEAR_CHANNELS, Config, ModelConfig
 from run.init_from import function_options
 from system.errors import UserError
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
 HF_TABLE, OWN_TABLE = "model.embed_tokens.weight", "embed.weight"  # these names identify each
-NANOCHAT_TABLE = "transformer.wte.weight"
 HF_NAMES = {
     "embed.table": HF_TABLE,
     "lm_head.kernel": "lm_head.weight",
@@ -61,7 +59,7 @@ def spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
     """Return a folder's names of our parameters, and whether its matrices are [outputs, inputs], as in torch."""
     if HF_TABLE in stored:
         return hf_name, True
-    if NANOCHAT_TABLE in stored:
+    if TABLE in stored:
         return nanochat_name, True
     return (own_name, True) if OWN_TABLE in stored else (str, False)
 
@@ -131,17 +129,16 @@ def own_config(config: Config) -> dict[str, Any]:
         "windows": [window_of(model, layer) for layer in layers],
         "value_embeddings": [layer for layer in layers if has_value_embedding(model, layer)],
         "smear_channels": SMEAR_CHANNELS,
-        "value_gate_channels": VALUE_GATE_CHANNELS,
+        "value_gate_channels": model.value_gate_channels,
+        "value_gate_limit": model.value_gate_limit,
         "options": function_options(model),  # as interchange/convert.py reads them
     }
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:
-    """Return the arrays in a folder's files, by name, not yet read. Raise UserError if they are missing or
+    """Return the arrays in a folder's safetensors, by name, not yet read. Raise UserError if they are missing or
     incomplete."""
     files = sorted(folder.glob("*.safetensors"))
-    if checkpoint := newest_checkpoint(folder):
-        return checkpoint_arrays(checkpoint)
     if not files:
         raise UserError(f"{folder} has no network: no *.safetensors there")
     try:
@@ -149,113 +146,3 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
         return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors' own, for an incomplete file
         raise UserError(f"the network in {folder} cannot be read: {error}") from error
-
-
-# nanochat's own checkpoints: model_NNNNNN.pt and meta_NNNNNN.json, as its scripts write them. Tables there have rows
-# for more tokens than there are.
-SIZES = {"n_layer": "depth", "n_embd": "width", "n_head": "heads", "n_kv_head": "kv_heads", "vocab_size": "vocab_size"}
-"""nanochat's names of our options."""
-THEIR_NAMES = {
-    "embed.table": NANOCHAT_TABLE,
-    "lm_head.kernel": "lm_head.weight",
-    "blocks.": "transformer.h.",
-    "attention.query": "attn.c_q",
-    "attention.key": "attn.c_k",
-    "attention.value_gate": "attn.ve_gate",
-    "attention.value": "attn.c_v",
-    "attention.out": "attn.c_proj",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-    ".kernel": ".weight",
-    ".values": "",
-}
-"""Parts of our parameters' names, and of nanochat's."""
-FEATURES = ("value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout")
-RATES = {"embedding_lr": (0.3, "embed"), "unembedding_lr": (0.004, "lm_head"), "matrix_lr": (0.02, "muon")}
-"""Rates that its fine-tuning takes from a checkpoint, those without them, and our groups."""
-TRAINED = {"matrices.kind": "muon", "embed.weight_decay": 0.001, "lm_head.weight_decay": 0.01, "clip_norm": 1e9}
-"""The rest of its optimizer that differs from ours. It clips nothing."""
-
-
-def nanochat_name(name: str) -> str:
-    """Return nanochat's name of a parameter of ours."""
-    if value_embedding := re.fullmatch(r"blocks\.(\d+)\.attention\.value_embedding\.table", name):
-        return f"value_embeds.{value_embedding[1]}.weight"
-    for ours, theirs in THEIR_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def newest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the model_NNNNNN.pt of the newest step in a folder, or None if it has none."""
-    found = Path(folder).expanduser().glob("model_*.pt")
-    steps = {int(step[1]): path for path in found if (step := re.fullmatch(r"model_(\d+)\.pt", path.name))}
-    return steps[max(steps)] if steps else None
-
-
-def nanochat_tokenizer(folder: Path) -> Path | None:
-    """Return the folder with the tokenizer of nanochat's checkpoints: this one, its tokenizer/, or the
-    tokenizer/ of nanochat's base folder, two above."""
-    homes = [folder, folder / "tokenizer", folder.absolute().parent.parent / "tokenizer"]
-    return next((home for home in homes if (home / "tokenizer.pkl").exists()), None)
-
-
-def describe_checkpoint(checkpoint: Path) -> tuple[ModelConfig, int, int, dict[str, Any]]:
-    """Return the network of a checkpoint, the length of its rows, the tokens of its steps, and its optimizer's options
-    by their names here. Raise LookupError, TypeError or ValueError if it is of another nanochat than the one of mid
-    2026."""
-    meta = _meta(checkpoint)
-    theirs = {"window_pattern": "L"} | meta["model_config"]  # older ones had no windows
-    length, pattern = theirs.pop("sequence_len"), theirs.pop("window_pattern").upper()
-    sizes = {SIZES[name]: value for name, value in theirs.items()}
-    model = ModelConfig(
-        **sizes,
-        head_dim=sizes["width"] // sizes["heads"],
-        window_pattern=pattern,
-        qk_scale=1.2,
-        **dict.fromkeys(FEATURES, True),
-    )
-    given = {name: value for name, value in (meta.get("user_config") or {}).items() if value is not None}
-    options = {f"{group}.peak_rate": float(given.get(name, rate)) for name, (rate, group) in RATES.items()}
-    options |= TRAINED | {"value_embeds.peak_rate": options["embed.peak_rate"] / 2}
-    optimizer = {f"optimizer.{name}": value for name, value in options.items()}
-    return model, length, meta.get("total_batch_size") or BatchConfig.tokens_per_step, optimizer
-
-
-class StoredTensor:
-    """A tensor of a checkpoint, read when it is indexed, as safetensors' slices are."""
-
-    def __init__(self, tensor: Any):
-        self.tensor = tensor
-
-    def get_shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def __getitem__(self, index: slice) -> Float[np.ndarray, "..."]:
-        return self.tensor[index].float().numpy()
-
-
-def checkpoint_arrays(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by nanochat's names, not yet read. As in nanochat, factors that an older checkpoint
-    lacks are 1 and 0. Raise UserError if it cannot be read, or without torch."""
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(f"{checkpoint} is nanochat's, which torch reads: pip install torch ({error})") from error
-    try:
-        tensors = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
-        sizes = _meta(checkpoint)["model_config"]
-        depth, vocab_size = sizes["n_layer"], sizes["vocab_size"]
-        tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}  # of torch.compile
-        lacking = {"resid_lambdas": torch.ones(depth), "x0_lambdas": torch.zeros(depth)}
-        tables = (NANOCHAT_TABLE, "lm_head.weight", "value_embeds.")
-        return {
-            name: StoredTensor(tensor[:vocab_size] if name.startswith(tables) else tensor)
-            for name, tensor in (lacking | tensors).items()
-        }
-    except Exception as error:  # torch's own, of several types
-        raise UserError(f"{checkpoint} cannot be read as nanochat's: {error}") from error
-
-
-def _meta(checkpoint: Path) -> dict[str, Any]:
-    return json.loads(checkpoint.with_name(checkpoint.name.replace("model_", "meta_")).with_suffix(".json").read_text())

@@ -45,6 +45,7 @@ class TokensumConfig(PretrainedConfig):
     backout: bool = False
     smear_channels: int = 24
     value_gate_channels: int = 12
+    value_gate_limit: float = 3.0
 
     def __post_init__(self, **kwargs):
         self.windows = self.windows or [None] * self.num_hidden_layers
@@ -78,7 +79,8 @@ class Attention(nn.Module):
     def __init__(self, config: TokensumConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim, self.qk_scale = layer, config.head_dim, config.qk_scale
-        self.window, self.gate_channels = config.windows[layer], config.value_gate_channels
+        self.window = config.windows[layer]
+        self.gate_channels, self.gate_limit = config.value_gate_channels, config.value_gate_limit
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.query, self.out = matrix(config.hidden_size, queries), matrix(queries, config.hidden_size)
         self.key, self.value = matrix(config.hidden_size, keys), matrix(config.hidden_size, keys)
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         q, k = (self.turned(of(x).view(heads).transpose(1, 2), angles) for of in (self.query, self.key))
         v = self.value(x).view(heads)
         if self.has_value_embedding:
-            gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.gate_channels]))
+            gate = self.gate_limit * torch.sigmoid(self.value_gate(x[..., : self.gate_channels]))
             v = v + gate[..., None] * self.value_embedding(tokens).view(heads)
         v = v.transpose(1, 2)
         if cache is not None:

@@ -22,7 +22,7 @@ from model.parallel import (
     varying_as,
 )
 from model.rotary import Angles, rotate_and_norm
-from options.schema import VALUE_GATE_CHANNELS, ModelConfig
+from options.schema import ModelConfig
 
 # The most scores in memory at a time, if the backward pass recomputes them: of this many rows and queries.
 ROWS = 2
@@ -224,8 +224,8 @@ def _rows(blocks: Array, rows: slice) -> Array:
 
 
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:
-    """Return whether a block has value embeddings: every other one, the last included."""
-    return config.value_embeddings and layer % 2 == (config.depth - 1) % 2
+    """Return whether a block has value embeddings: with the defaults every other one, the last included."""
+    return config.value_embeddings and (config.depth - 1 - layer) % config.value_embedding_every == 0
 
 
 class Attention(nnx.Module):
@@ -245,11 +245,12 @@ class Attention(nnx.Module):
         zeros = nnx.initializers.zeros
         self.out = matrix((queries, config.width), zeros, axes=("tensor", "fsdp"), cut=(self.head_dim, None))
         if has_value_embedding(config, layer):
+            self.gate_limit = config.value_gate_limit
             bound = (3 / config.width) ** 0.5  # as the value matrix
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
             self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
-            self.value_gate = matrix((VALUE_GATE_CHANNELS, config.kv_heads), gate, axes=(None, None))
+            self.value_gate = matrix((config.value_gate_channels, config.kv_heads), gate, axes=(None, None))
 
     def __call__(
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
@@ -264,7 +265,7 @@ class Attention(nnx.Module):
         if hasattr(self, "value_embedding"):
             first, count = own_heads(self.kv_heads)
             kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, count, axis=1)
-            gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
+            gate = self.gate_limit * jax.nn.sigmoid(matmul(x[..., : kernel.shape[0]], kernel, self.value_gate.axes))
             v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(v.shape)
         v = saved(all_gather_shared_head(v, self.kv_heads))
         if cache is not None:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from options.files import load_config
-from options.schema import Config, Role, roles
+from options.schema import Config, Role, hints, roles
 from options.validation import check_types, resolved, validate, with_homes
 from system.errors import UserError
 from system.exits import report
@@ -130,8 +130,9 @@ def _read_both(description: str | None, extra: type, words: list[str], default: 
             ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
         ],
     )
+    _require_known(words, Config, extra)
     about = f"{description or ''}\n\n--config FILE gives every option below its default."
-    return _read(kind, words, about, None, Config, extra)
+    return _read(kind, words, about, None)
 
 
 def parse_arguments(
@@ -140,16 +141,31 @@ def parse_arguments(
     """Parse the fields of the dataclass `arguments` alone, for a command that has no config. Raise UserError for a
     value that its field's type does not allow."""
     words = sys.argv[1:] if argv is None else argv
-    return with_homes(check_types(_read(arguments, words, description, program, arguments)))
+    _require_known(words, arguments)
+    _require_given(words, description, arguments)
+    return with_homes(check_types(_read(arguments, words, description, program)))
 
 
-def _read(kind: type[T], words: list[str], description: str | None, program: str | None, *sections: type) -> T:
-    """Return the words as a `kind`, whose options are the fields of `sections`. tyro's messages name `program`, by
-    default the command as typed. Raise UserError for an option that does not exist."""
+def _require_given(words: Sequence[str], description: str | None, arguments: Any) -> None:
+    """Raise UserError, with the command that the description begins with, if an option without a default is missing."""
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in words if word.startswith("-")}
+    if given & {"h", *TYRO_S_OWN}:
+        return
+    needed = {one.name for one in fields(arguments) if one.default is MISSING and one.default_factory is MISSING}
+    positional = {
+        name for name, hint in hints(arguments).items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())
+    }
+    missing = [f"--{name}" for name in sorted(needed - positional - given)]
+    missing += [name.upper() for name in sorted(needed & positional) if not words]
+    if missing:
+        verb, about = "is" if len(missing) == 1 else "are", (description or "").partition("\n")[0]
+        raise UserError(f"{' and '.join(missing)} {verb} missing. {about}")
+
+
+def _read(kind: type[T], words: list[str], description: str | None, program: str | None) -> T:
+    """Return the words as a `kind`. tyro's messages name `program`, by default the command as typed."""
     if HELP & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
-    else:
-        _require_known(words, *sections)
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb and notebooks have none
     name = spec.name.removesuffix(".__main__") if spec else ""
     program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
@@ -165,7 +181,10 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
 
 
 def _require_known(words: Sequence[str], *sections: type) -> None:
-    """Raise UserError for an option that is not a field of the sections, with those whose names are most like it."""
+    """Raise UserError for an option that is not a field of the sections, with those whose names are most like it. Who
+    asks for the help gets it."""
+    if HELP & set(words):
+        return
     found = {name: of for section in sections for name, of in roles(section).items()}
     known = [name for name, of in found.items() if Role.FILE not in of]
     for word in words:

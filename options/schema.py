@@ -27,7 +27,7 @@ class Role(Enum):
     FILE = "set only by a config file, not on the command line"
 
 
-SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # channels of the residual stream that gates read, as in nanochat
+SMEAR_CHANNELS = 24  # channels of the residual stream that the gate of `smear` reads, as in nanochat
 MIN_VOCAB_SIZE = 266  # the 256 bytes, the BOS, the eight tokens of conversations, and a merge
 
 T = TypeVar("T")
@@ -83,6 +83,12 @@ class ModelConfig:
     value_embeddings: bool = False
     """Every other block, the last one included, adds a vector per token to its values. It comes from the block's own
     table, gated per head by the input (after arXiv:2410.17897)."""
+    value_embedding_every: InFile[Positive[int]] = 2
+    """Distance of the blocks with value embeddings, counted back from the last one. 1 in nanochat of 2026-01-16."""
+    value_gate_channels: InFile[Positive[int]] = 12
+    """Channels of a block's input that the gates of value embeddings read; 32 in nanochat before 2026-03-09."""
+    value_gate_limit: InFile[Positive[float]] = 3.0
+    """A gate of value embeddings is this times a sigmoid; 2 in nanochat before 2026-03-09."""
     resid_lambdas: bool = False
     """Multiply the residual stream by a learned factor before each block."""
     x0_lambdas: bool = False

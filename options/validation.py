@@ -14,7 +14,6 @@ import msgspec
 
 from options.schema import (
     SMEAR_CHANNELS,
-    VALUE_GATE_CHANNELS,
     Config,
     ModelConfig,
     Role,
@@ -120,7 +119,7 @@ def validate(config: Config) -> None:
     require(model.heads % model.kv_heads == 0, "model.kv_heads", divides)
     letters = set(model.window_pattern) <= {"S", "L"} and model.window_pattern != ""
     require(letters, "model.window_pattern", "letters S (short) and L (long), one for each block, such as SSSL")
-    for feature, channels in (("smear", SMEAR_CHANNELS), ("value_embeddings", VALUE_GATE_CHANNELS)):
+    for feature, channels in (("smear", SMEAR_CHANNELS), ("value_embeddings", model.value_gate_channels)):
         enough = model.width >= channels or not getattr(model, feature)
         require(enough, "model.width", f"model.{feature} reads {channels} channels of it")
     most = math.floor(10 * (87.3 - math.log(model.vocab_size))) / 10

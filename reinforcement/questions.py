@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from data.conversation import render, require_chat_tokens
 from data.tokenizer import TextTokenizer, load_tokenizer
@@ -26,6 +27,7 @@ class Questions:
     task: Task
     tokenizer: TextTokenizer
     fingerprint: str
+    row_order: ClassVar[int] = 0
 
     def outlook_message(self, rows: int, length: int) -> str:
         """Return a line on the task."""

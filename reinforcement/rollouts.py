@@ -87,10 +87,13 @@ class Rollouts:
         answers = [Answer(sampling, 0, 0, finished="length") for _, sampling in asked]
         fitting = [place for place, (problem, _) in enumerate(asked) if len(prompts[problem]) < most]
         wanted = [(prompts[asked[place][0]], asked[place][1], most) for place in fitting]
-        for number, answer in self.engine.answers(wanted):
-            answers[fitting[number]] = answer
-            if should_stop():
-                return None
+        try:
+            for number, answer in self.engine.answers(wanted):
+                answers[fitting[number]] = answer
+                if should_stop():
+                    return None
+        finally:
+            self.engine.unload()  # a step needs the memory
         rollouts = []
         for (problem, _), answer in zip(asked, answers):
             text = self.tokenizer.library.decode(answer.tokens, skip_special_tokens=False)

@@ -61,13 +61,17 @@ def read_config_json(record: Path) -> tuple[dict[str, Any], Config]:
         ) from error
 
 
-def write_config_json(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
-    """Write a run's config.json: its options, versions and devices."""
+def write_config_json(
+    record: Path, config: Config, fingerprint: str, changes: list[list[str]], row_order: int = 0
+) -> None:
+    """Write a run's config.json: its options, text, versions and devices. `row_order`: the number of the order in which
+    the text gives rows; 0 if it gives none."""
     devices = jax.devices()
     facts = {
         # With absolute paths: other commands find the text from any working folder.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
+        "row_order": row_order,
         "versions": versions(),
         "devices": {
             "kind": devices[0].device_kind,

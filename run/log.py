@@ -145,7 +145,7 @@ class MetricsLog:
         if not self.unread:
             return
         (step, metrics), self.unread = self.unread, None
-        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        values = jax.tree.map(lambda value: np.asarray(value).item(), jax.device_get(metrics))
         self.watchdog.finish(step)
         self.bar.update(step - self.bar.n)
         if "diagnostics" in values:
@@ -198,7 +198,8 @@ class MetricsLog:
             return
         spike = f"step {step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
         LOGGER.warning(f"{spike}; its rows: python -m tools.dataset {self.folder} --step={step}")
-        self.write(step, {"spike": {"loss": loss, "median": usual, **self.source.rows_of(step)}})
+        if self.writer.writes:
+            self.write(step, {"spike": {"loss": loss, "median": usual, **self.source.rows_of(step)}})
         tell(self.config, self.folder, "spike", spike, step)
 
     def evaluation(self, step: int, results: dict[str, Any]) -> None:

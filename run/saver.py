@@ -78,13 +78,15 @@ class Saver(Checkpoints):
             return
         target = self.folder / str(step)
 
-        lost, failure = on_first_process(lambda: self._make_empty(unfinished(target), facts))
+        def begin() -> tuple[str, str, list[int]]:
+            return *self._make_empty(unfinished(target), facts), self._old([*self.steps, step])
+
+        lost, failure, old = on_first_process(begin)
         if lost:
             raise TrainingAborted(lost)
         if failure:
             self._failed(failure)
         else:
-            old = on_first_process(lambda: self._old([*self.steps, step]))
             self.pending = Saving(self.run, target, items_of(state), facts, old)
         self._give_up_after(MOST_FAILED)
 

@@ -165,7 +165,7 @@ def record_start(folder: RunFolder, built: Build, material: Material, changes: l
     facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
 
     def write() -> None:
-        write_start_record(folder, config, material.fingerprint, changes, start.step, start.tokens, **facts)
+        write_start_record(folder, config, material, changes, start.step, start.tokens, **facts)
         material.tokenizer.save(folder.tokenizer)
 
     on_first_process(write)

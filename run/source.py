@@ -37,7 +37,7 @@ class StepBatch(NamedTuple):
 
 class Source(Protocol):
     """Gives the batch of each step, and evaluates. `should_stop` asks all processes whether to stop. Every process must
-    call the methods."""
+    call the methods, but for `rows_of`."""
 
     @property
     def score(self) -> tuple[str, int]:
@@ -60,7 +60,8 @@ class Source(Protocol):
         ...
 
     def rows_of(self, step: int) -> dict[str, list]:
-        """Return the rows of a step that was taken since this start, and the beginnings of some as text."""
+        """Return the rows of a step that was taken since this start, and the beginnings of some as text. The first
+        process alone calls it."""
         ...
 
     def evaluate(self, params: dict, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
@@ -85,6 +86,11 @@ class Material(Protocol):
     @property
     def fingerprint(self) -> str:
         """Return what identifies it."""
+        ...
+
+    @property
+    def row_order(self) -> int:
+        """Return the number of the order in which it gives its rows (data/order.py); 0 if it has none."""
         ...
 
     def outlook_message(self, rows: int, length: int) -> str:

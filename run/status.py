@@ -27,6 +27,8 @@ class RunStatus(NamedTuple):
     """Steps in its summary; 0 without one."""
     saved: int = 0
     """The newest step that was ever saved."""
+    row_order: int = 0
+    """Number of the order in which its text gave rows; 0 for a version without numbers, and without text."""
 
 
 def inspect_run(folder: RunFolder, config: Config, fingerprint: str) -> RunStatus:
@@ -49,7 +51,8 @@ def inspect_run(folder: RunFolder, config: Config, fingerprint: str) -> RunStatu
             "give the first start's settings to continue it, or another --name to start a new run"
         )
     events = folder.events.read()
-    return RunStatus(True, changes, _finished(folder), saved_up_to(events) if events else _logged(folder))
+    saved = saved_up_to(events) if events else _logged(folder)
+    return RunStatus(True, changes, _finished(folder), saved, facts.get("row_order", 0))
 
 
 def has_steps(folder: RunFolder) -> bool:
@@ -86,17 +89,22 @@ def _finished(folder: RunFolder) -> int:
 
 def claim_folder(folder: RunFolder, config: Config, material: Material, accept_changes: bool) -> RunStatus:
     """Claim a run's folder for this config and what it learns from, before any compute, and return the run's status.
-    Raise UserError if an option that changes the result differs without acceptance, or if the run's checkpoints are
-    gone. Record no change yet (`write_start_record`). Every process must call it."""
+    Raise UserError if an option that changes the result differs without acceptance, if the run read its rows in another
+    order, or if its checkpoints are gone. Record no change yet (`write_start_record`). Every process must call it."""
 
     def claim() -> RunStatus:
         status = inspect_run(folder, config, material.fingerprint)
         if not status.has_steps:
-            write_config_json(folder.config_json, config, material.fingerprint, [])
+            write_config_json(folder.config_json, config, material.fingerprint, [], material.row_order)
         return status
 
     # On one process: an NFS client that looks too early does not see the folder for a while.
     status = RunStatus(*on_first_process(partial(folder.writing, claim)))
+    if status.has_steps and status.row_order != material.row_order:
+        raise UserError(
+            f"{folder} did not read its rows in this version's order: complete it with the version that began it, or "
+            f"begin a run from its network: --init_from={folder} and another --name"
+        )
     if status.changes and not accept_changes:
         raise UserError(
             f"{folder} holds a run with other settings:\n  " + "\n  ".join(status.changes) + "\n"
@@ -121,12 +129,13 @@ def require_checkpoints(folder: RunFolder, saved: int) -> None:
 
 
 def write_start_record(
-    folder: RunFolder, config: Config, fingerprint: str, changes: list[str], step: int, tokens: int, **facts: Any
+    folder: RunFolder, config: Config, material: Material, changes: list[str], step: int, tokens: int, **facts: Any
 ) -> None:
     """Record that the run continues from `step`, at `tokens` tokens of the data, with the changes and these facts.
     Only the first process may call it, once the state is restored."""
     recorded, _ = read_config_json(folder.config_json)
-    write_config_json(folder.config_json, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
+    changes_so_far = recorded["changes"] + ([changes] if changes else [])
+    write_config_json(folder.config_json, config, material.fingerprint, changes_so_far, material.row_order)
     if step < config.steps:
         (folder.local / "summary.json").unlink(missing_ok=True)  # from a shorter run
     size = config.batch.tokens_per_step

@@ -1,51 +1,69 @@
-"""Requests of OpenAI's chat completions API. What is not supported is refused by name."""
+"""Requests of OpenAI's API, for an answer to a conversation or a text to continue."""
 
 import re
 import secrets
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
-from starlette.exceptions import HTTPException
 
-from data.conversation import messages_of, render
+from data.conversation import Message, messages_of, render, require_chat_tokens
+from data.prompts import encode_prompts
 from data.tokenizer import TextTokenizer
 from model.sampling import Sampling
 from options.schema import NotNegative, Positive
+from serving.fields import advice, used
+from serving.refusal import Refused
+from system.errors import UserError
 
-# Fields that change no answer, and values that ask for nothing: many clients send them with every request.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
-NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0}
-NOTHING |= {"max_tokens": -1, "max_completion_tokens": -1}  # no limit, as in other servers
-
-
-class Refused(HTTPException):
-    """A refused request, because of the field `param`."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
-        self.param, self.code = param, code
+NO_LIMIT = {"top_k": 0, "max_tokens": None, "max_completion_tokens": None}
+"""What -1 means, as in other servers."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+class AnswerRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that change an answer. `top_k` is not OpenAI's; other servers have it too."""
 
-    messages: list[dict[str, Any]]
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: NotNegative[int] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     max_tokens: Positive[int] | None = None
-    max_completion_tokens: Positive[int] | None = None
     stop: str | Annotated[list[str], Meta(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Return the request in a JSON body. Raise Refused, with the field, for anything wrong or not supported."""
+        try:
+            given = msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused(f"the body is no JSON object: {error}") from error
+        fields = used(given)
+        fields |= {name: value for name, value in NO_LIMIT.items() if fields.get(name) == -1}
+        for name in sorted(fields.keys() - set(cls.__struct_fields__)):
+            raise Refused(f"{name} is not supported here; {advice(name)}", name)
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            where = re.search(r"(?:\$\.|field `)(\w+)", str(error))
+            raise Refused(str(error), where and where[1]) from error
+
+    @property
+    def most(self) -> int | None:
+        """Return the most tokens of the answer; None if the row's room limits it."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Return the texts before which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def sampling(self, default: Sampling) -> Sampling:
         """Return the options of sampling. Without a seed, draw one."""
@@ -55,16 +73,28 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
             given |= {"temperature": 0.0, "top_p": None}
         return default._replace(**{name: value for name, value in given.items() if value is not None})
 
-    def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
-        """Return the tokens before an answer. Raise Refused if the messages are not a conversation, or fill the row."""
-        for message in self.messages:  # clients may send a text in parts; an assistant's are learned one by one
-            parts = message.get("content") if message.get("role") != "assistant" else None
-            if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-                texts = [part.get("text") for part in parts]
-                message["content"] = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-        is_empty = lambda message: message.get("role") == "system" and message.get("content") in ("", None)
+    def tokens(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
+        """Return the tokens before the answer. Raise Refused if they are none, or fill the row."""
+        raise NotImplementedError
+
+
+class ChatRequest(AnswerRequest, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to answer."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Positive[int] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def tokens(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
         try:
-            messages = messages_of([message for message in self.messages if not is_empty(message)])
+            require_chat_tokens(tokenizer)
+        except UserError as error:
+            raise Refused(f"{error}; POST /v1/completions continues a text", code="no_conversations") from error
+        try:
+            messages = messages_of([_as_learned(message) for message in self.messages if not _is_empty_system(message)])
         except ValueError as error:
             raise Refused(f"messages: {error}", "messages") from error
         if messages[-1]["role"] != "user":
@@ -72,28 +102,49 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
         tokens = render(tokenizer, messages, ask=True)
         if len(tokens) >= capacity:
             problem = f"messages: they have {len(tokens)} tokens; the network's sequence has {capacity}, so at most "
-            advice = f"{capacity - 1} leave room for an answer; shorten them or start a new conversation"
-            raise Refused(problem + advice, "messages", code="context_length_exceeded")
+            remedy = f"{capacity - 1} leave room for an answer; shorten them or start a new conversation"
+            raise Refused(problem + remedy, "messages", code="context_length_exceeded")
         return tokens
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """Return the request in a JSON body. Raise Refused, with the field, for anything wrong or not supported."""
-    try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is no JSON object: {error}") from error
-    fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
-    fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}
-    if fields.get("top_k") == -1:  # no limit
-        fields["top_k"] = 0
-    if "tools" not in fields and fields.get("tool_choice") == "auto":
-        del fields["tool_choice"]
-    for name in sorted(fields.keys() - set(ChatRequest.__struct_fields__)):
-        value = f"give {msgspec.json.encode(NOTHING[name]).decode()} or " if name in NOTHING else ""
-        raise Refused(f"{name} is not supported by this server; {value}leave it out", name)
-    try:
-        return msgspec.convert(fields, ChatRequest)
-    except msgspec.ValidationError as error:
-        where = re.search(r"(?:\$\.|field `)(\w+)", str(error))
-        raise Refused(str(error), where and where[1]) from error
+def _is_empty_system(message: Message) -> bool:
+    return message.get("role") == "system" and message.get("content") in ("", None)
+
+
+def _as_learned(message: Message) -> Message:
+    """Return a message with the content that a network learns. Clients may send a text in parts; an assistant's are
+    learned one by one, and those that this server has sent as `parts` have its calls."""
+    if message.get("role") == "assistant":
+        return message | {"content": message.get("parts") or message.get("content") or ""}
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return message
+    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        return message
+    return message | {"content": "".join(map(str, texts))}
+
+
+class TextRequest(AnswerRequest, kw_only=True, forbid_unknown_fields=True):
+    """A text to continue, or its tokens."""
+
+    prompt: str | list[Any] = ""
+    max_tokens: Positive[int] | None = 16
+    """As OpenAI's."""
+
+    def tokens(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]  # as some clients send one prompt
+        if isinstance(prompt, str):
+            try:
+                return encode_prompts(tokenizer, [prompt], capacity)[0]
+            except UserError as error:
+                raise Refused(f"prompt: {error}", "prompt", code="context_length_exceeded") from error
+        if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in prompt):
+            most = tokenizer.vocab_size - 1
+            raise Refused(f"prompt: give one text, or one list of tokens from 0 to {most}, in a request", "prompt")
+        if len(prompt) >= capacity:
+            problem = f"prompt: it has {len(prompt)} tokens; the network's sequence has {capacity}"
+            raise Refused(problem, "prompt", code="context_length_exceeded")
+        return prompt or [tokenizer.bos]

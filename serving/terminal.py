@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from data.conversation import render
 from generation.engine import Answer, Engine
 from model.sampling import Sampling
-from serving.text import AnswerText
+from serving.text import AnswerText, shown
 from system.errors import UserError
 
 HELP = """/regenerate  another answer to your last message
@@ -107,11 +107,11 @@ class Terminal:
         try:
             while not (answer.finished or stopped):
                 for _, token in self.engine.step():  # not to be interrupted: its cache would be lost
-                    print(CONTROL.sub("\ufffd", text.add(token)), end="", flush=True)
+                    print(CONTROL.sub("\ufffd", shown(text.add(token))), end="", flush=True)
         finally:
             signal.signal(signal.SIGINT, before)
             self.engine.drop(answer)
-        print(CONTROL.sub("\ufffd", text.add(None)), flush=True)
+        print(CONTROL.sub("\ufffd", shown(text.add(None))), flush=True)
         return stopped
 
     def obey(self, command: str) -> None:

@@ -40,8 +40,9 @@ def logits(params: dict, tokens, config: ModelConfig):
         split = lambda z: z.reshape(batch, length, -1, config.head_dim)
         q, k = (norm(turn(split(y @ attention[name]))) * config.qk_scale for name in ("query", "key"))
         v = split(y @ attention["value"])
-        if config.value_embeddings and (config.depth - i) % 2:
-            gate = 3 / (1 + jnp.exp(-y[..., :12] @ attention["value_gate"]))
+        if config.value_embeddings and (config.depth - 1 - i) % config.value_embedding_every == 0:
+            seen = y[..., : config.value_gate_channels]
+            gate = config.value_gate_limit / (1 + jnp.exp(-seen @ attention["value_gate"]))
             v = v + gate[..., None] * split(block["attention"]["value_embedding"]["table"][tokens])
         group = config.heads // config.kv_heads
         k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)

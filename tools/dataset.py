@@ -36,7 +36,7 @@ import numpy as np
 
 from data.dataset import open_text, read_source
 from data.dataset_folder import Dataset, open_dataset
-from data.loader import RowSequence
+from data.order import RowSequence
 from data.packing import Row, learned, most_tokens, plan_rows
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command

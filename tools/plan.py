@@ -70,6 +70,8 @@ class Plan(NamedTuple):
     """Bytes of a device, by part."""
     crossed: dict[str, float]
     """A device's payload in bytes a step, by the axes of the mesh that it crosses."""
+    samples: float
+    """Bytes of a device for the gathered parameters, while an evaluation draws samples and no gradients are there."""
     fits: bool
 
 
@@ -99,7 +101,7 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     """Return the plan of one mesh: the most rows of at least two micro-batches that fit `limit` bytes, or the least if
     none does."""
     from tools.programs.compiled import collectives, compile_step
-    from training.build import build, interpolate, program_bytes, row_counts, stored_bytes
+    from training.build import build, device_bytes, interpolate, program_bytes, row_counts, stored_bytes
     from training.mesh import sizes_of
 
     length, depth = config.batch.sequence_length, config.model.depth
@@ -147,7 +149,8 @@ def plan_mesh(config: Config, devices: Any, limit: float) -> Plan:
     }
     parts = {**stored, "activations": extrapolated(added, rows)}
     chosen = with_options(config, {"batch.rows_per_device": rows})
-    return Plan(chosen, tuple(sizes.values()), micro_batches, parts, crossed, needs(rows) <= limit)
+    samples = device_bytes(whole.network.abstract_gathered())
+    return Plan(chosen, tuple(sizes.values()), micro_batches, parts, crossed, samples, needs(rows) <= limit)
 
 
 def first_rows(config: Config) -> int:
@@ -167,10 +170,10 @@ def with_steps(config: Config) -> Config:
 
 
 def table(plans: list[Plan]) -> str:
-    """Return a table of meshes: rows, micro-batches, GiB by part, and MB a step over each axis."""
+    """Return a table of meshes: rows, micro-batches, GiB by part, those of samples, and MB a step over each axis."""
     names = list(plans[0].parts)
     head = f"{'data x fsdp x tensor':22}{'rows':>5}{'K':>5}" + "".join(f"{name:>15}" for name in names)
-    lines = [f"{head}{'all, GiB':>10}  MB a step over"]
+    lines = [f"{head}{'all, GiB':>10}{'samples':>9}  MB a step over"]
     for plan in plans:
         mesh = " x ".join(map(str, plan.mesh))
         parts = "".join(f"{size / GIB:15.3f}" for size in plan.parts.values())
@@ -178,7 +181,8 @@ def table(plans: list[Plan]) -> str:
         verdict = "" if plan.fits else "; does not fit"
         rows = plan.config.batch.rows_per_device
         whole = sum(plan.parts.values()) / GIB
-        lines.append(f"{mesh:22}{rows:5}{plan.micro_batches:5}{parts}{whole:10.2f}  {crossed or 'no axis'}{verdict}")
+        memory = f"{parts}{whole:10.2f}{plan.samples / GIB:9.3f}"
+        lines.append(f"{mesh:22}{rows:5}{plan.micro_batches:5}{memory}  {crossed or 'no axis'}{verdict}")
     return "\n".join(lines)
 
 
@@ -224,6 +228,8 @@ def plan(config: Config, topology: Topology, devices: Any, arguments: Arguments)
         plans += [plan_mesh(candidate, devices, limit) for candidate in meshes(smaller, topology)]
     print(f"{name_of(topology)}: {topology.devices} device(s); {limit / GIB:.3g} GiB of each may be taken")
     print(table(plans))
+    state = plans[0].parts["parameters"] + plans[0].parts["moments"]
+    print(f"a save copies {state / GIB:.3g} GiB of each device to its host, until they are written")
     for plan in plans:
         if plan.fits:
             print(f"{' x '.join(map(str, plan.mesh))}: {changes(config, plan)}")

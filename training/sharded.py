@@ -12,10 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from model.gpt import GPT, abstract_model, map_parameters
-from options.schema import ModelConfig
-from training.shares import ShardLayout, all_gather_data, on_each_device, reduce_scatter_data, shard_layout
+from model.parallel import mark_varying
+from options.schema import DATA_AXES, ModelConfig
+from training.shares import (
+    ShardLayout,
+    all_gather_data,
+    on_each_device,
+    reduce_scatter_data,
+    replicated_axes,
+    shard_layout,
+)
 
 
 class ShardedNetwork(NamedTuple):
@@ -34,6 +43,11 @@ class ShardedNetwork(NamedTuple):
         """Return the axes of the mesh that divide each parameter, for JAX."""
         return jax.tree.map(spec_of, self.layouts)
 
+    @property
+    def gathered_specs(self) -> dict:
+        """Return the axes of the mesh that divide each parameter after it is gathered over `data`, for JAX."""
+        return jax.tree.map(lambda layout: PartitionSpec(*layout.axes), self.layouts)
+
     def abstract_params(self) -> dict:
         """Return the stored shapes, types and shardings of the float32 parameters."""
         return jax.tree.map(partial(abstract_array, self.mesh, jnp.dtype("float32")), self.layouts)
@@ -42,6 +56,24 @@ class ShardedNetwork(NamedTuple):
         """Return, for one device, the parameters in the compute type, all-gathered over `data`, from its float32
         shares."""
         return all_gather_data(shares, self.layouts, self.dtype)
+
+    def gathered(self, params: dict) -> dict:
+        """Return the parameters as `on_gathered` takes them, from the sharded float32 ones: in the compute type,
+        all-gathered over `data`. They stay divided over `fsdp` and `tensor`."""
+        if self.mesh.size == 1:
+            return self.gather(params)
+        # JAX cannot tell that all devices along `data` gather the same, so it must not check that.
+        gather = jax.shard_map(
+            self.gather, mesh=self.mesh, in_specs=(self.specs,), out_specs=self.gathered_specs, check_vma=False
+        )
+        return gather(params)
+
+    def abstract_gathered(self) -> dict:
+        """Return the shapes, types and shardings of `gathered` parameters."""
+        shapes = jax.eval_shape(self.gathered, self.abstract_params())
+        return jax.tree.map(
+            lambda shape, spec: shape.update(sharding=NamedSharding(self.mesh, spec)), shapes, self.gathered_specs
+        )
 
     def reduce_scatter(self, gradients: dict) -> dict:
         """Return, for one device, its shares of the gradients' sums over `data`. `gradients` are with respect to what
@@ -64,6 +96,17 @@ class ShardedNetwork(NamedTuple):
             return function(self.with_params(self.gather(shares)), *arrays)
 
         return on_each_device(for_one_device, self.mesh, self.dtype, (self.specs, *in_specs), out_specs)
+
+    def on_gathered(self, function: Callable, in_specs: Sequence[PartitionSpec], out_specs: Any) -> Callable[..., Any]:
+        """Return the same of `gathered` parameters, so that many calls gather them once."""
+
+        def mark(param: Array, layout: ShardLayout) -> Array:
+            return mark_varying(param, (*DATA_AXES, *replicated_axes(layout)))
+
+        def for_one_device(params: dict, *arrays: Any) -> Any:
+            return function(self.with_params(jax.tree.map(mark, params, self.layouts)), *arrays)
+
+        return on_each_device(for_one_device, self.mesh, self.dtype, (self.gathered_specs, *in_specs), out_specs)
 
 
 def shard_network(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ShardedNetwork:

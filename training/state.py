@@ -18,7 +18,7 @@ from options.schema import ModelConfig
 from training.mesh import resized
 from training.optimizer import path_name
 from training.sharded import ShardedNetwork, abstract_array
-from training.shares import shard_layout
+from training.shares import shard_layout, summed_layout
 
 T = TypeVar("T")
 
@@ -39,18 +39,21 @@ class TrainState(NamedTuple):
 def abstract_state(network: ShardedNetwork, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the stored shapes, types and shardings of the state.
 
-    A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
-    replicated.
+    A moment is divided as its parameter; one that summed a dimension to one number, along the other one, over all axes
+    that divide its parameter. Single numbers are replicated.
     """
-    layouts = jax.tree_util.tree_leaves_with_path(network.layouts)
-    axes = {_keys(path): layout.axes for path, layout in layouts}
+    mesh = network.mesh
+    layouts = {_keys(path): layout for path, layout in jax.tree_util.tree_leaves_with_path(network.layouts)}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # The path of a moment ends with its parameter's.
-        divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
-        divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
-        return abstract_array(network.mesh, leaf.dtype, shard_layout(leaf.shape, divided, network.mesh.shape))
+        layout = next((layouts[keys[i:]] for i in range(len(keys)) if keys[i:] in layouts), None)
+        if layout is None:
+            layout = shard_layout(leaf.shape, (None,) * leaf.ndim, mesh.shape)
+        elif leaf.shape != layout.shape:
+            layout = summed_layout(layout, leaf.shape, mesh.shape)
+        return abstract_array(mesh, leaf.dtype, layout)
 
     params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), network.config)
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)

@@ -1,6 +1,8 @@
 """Test comparisons of recipes: refusals, the statistics, and the command on two tiny recipes."""
 
 import json
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +56,62 @@ def test_the_interval_is_student_s_of_pairs_and_covers_as_often_as_it_says():
     assert found[0].interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
     covered = [of.interval[0] <= 0.3 <= of.interval[1] for of in found]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
+
+
+def test_with_equal_seconds_a_slower_recipe_takes_fewer_steps_and_the_times_are_kept(folder, monkeypatch):
+    started, timed = [], []
+
+    def trained(command: list, **_) -> SimpleNamespace:
+        config, _ = parse("", argv=command[2:])
+        started.append((config.model.width, config.steps))
+        Path(config.run_dir).mkdir(parents=True)
+        (Path(config.run_dir) / "summary.json").write_text(json.dumps({"val_bpb": 1.0 + config.seed}))
+        return SimpleNamespace(returncode=0)
+
+    def step_seconds(configs: list) -> list[float]:
+        timed.append([config.model.width for config in configs])
+        return [0.5, 0.625]
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
+    monkeypatch.setattr(compare, "step_seconds", step_seconds)
+    words = ("tiny.py", WIDER, "--seeds=2", "--out=compared", "--equal=seconds")
+    assert run(monkeypatch, *words) == run(monkeypatch, *words) == Exit.COMPLETE
+    assert started == [(32, 10), (64, 8)] * 2 and timed == [[32, 64]]
+
+
+@pytest.mark.parametrize(
+    ("recipes", "reason"),
+    [
+        (("tiny.py", f"{WIDER} --steps=9"), "--equal=seconds chooses its steps"),
+        (("tiny.py --batch.rows_per_device=auto", WIDER), "times a step, which needs --batch.rows_per_device=ROWS"),
+    ],
+)
+def test_recipes_whose_seconds_cannot_be_made_equal_are_refused(folder, monkeypatch, recipes, reason):
+    with pytest.raises(UserError, match=reason):
+        run(monkeypatch, *recipes, "--equal=seconds")
+    assert not (folder / "runs").exists()
+
+
+def test_steps_are_timed_in_turn_and_the_median_counts(folder, monkeypatch):
+    """The first steps and one slow step do not count. A clock stands in for the processor's."""
+    now, order = [0.0], []
+
+    def steps_taken(config) -> Iterator[None]:
+        for number in count():
+            order.append(config.model.width)
+            now[0] += 9 if number in (0, 5) else config.model.width
+            yield
+
+    monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: now[0]))
+    monkeypatch.setattr(compare, "steps_taken", steps_taken)
+    configs = [parse("", argv=[f"--config={words}", *more])[0] for words, *more in (["tiny.py"], WIDER.split())]
+    assert compare.step_seconds(configs) == [32, 64]
+    assert order == [32, 64] * (compare.WARMUP_STEPS + compare.TIMED_STEPS)
+
+
+def test_a_step_of_a_recipe_is_one_of_its_train_step(folder):
+    steps = compare.steps_taken(parse("", argv=["--config=tiny.py"])[0])
+    assert next(steps) is next(steps) is None
 
 
 def test_holm_corrects_for_the_number_of_comparisons():

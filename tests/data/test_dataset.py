@@ -109,7 +109,8 @@ def test_best_fit_counts_every_token_once_by_a_plan_that_is_made_once_and_stored
 
 
 def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_reported(prepared, cache, capfd):
-    opened(f"0.5:{prepared}/made,0.5:{prepared}/../{prepared.name}/made", cache)
+    with pytest.raises(UserError, match="a text is named twice: give it the sum of its shares"):
+        opened(f"0.5:{prepared}/made,0.5:{prepared}/../{prepared.name}/made", cache)
     assert not capfd.readouterr().err
     texts = [opened(f"{a}:{prepared}/made,{b}:{prepared}/second", cache) for a, b in ((3, 1), (1, 1), (6, 2))]
     assert [text.weights for text in texts] == [[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]]

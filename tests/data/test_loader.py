@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.loader import Mixture, StepBatches, held_out_batches, local_rows, to_devices, train_batches
+from data.loader import StepBatches, local_rows, to_devices, train_batches
+from data.order import Mixture, RowSequence
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
-from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from options.schema import MeshConfig
-from system.errors import UserError
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
@@ -23,7 +22,6 @@ ROWS = StreamRows(TokenStream([np.arange(37 * LENGTH + 1)]), LENGTH)  # row i ha
 SHAPE = (3, 8, LENGTH)
 
 # A stream of 97 rows with a BOS (0 bytes) here and there.
-SIZES = np.array([0, 1, 2, 3, 4])
 VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
 # Documents of one to three tokens, packed, with padding.
 DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
@@ -39,8 +37,13 @@ KINDS: dict[str, dict] = {
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
+def mixture_of(*shares: str) -> Mixture:
+    """Return a mixture of datasets with the fingerprints a, b, ... and these shares."""
+    return Mixture(dict(zip("abcdef", map(Fraction, shares))))
+
+
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    mixture = Mixture([Fraction(str(weight)) for weight in weights])
+    mixture = mixture_of(*map(str, weights))
     return StepBatches(rows, mixture, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
 
 
@@ -74,6 +77,24 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own():
     assert {part for part, _ in mixed.row_numbers(0)} == {0, 1}
 
 
+def test_orders_of_other_seeds_datasets_and_epochs_are_unrelated():
+    """Take the first rows of a hundred orders: seeds by datasets by epochs. Two unrelated ones agree in a row of a
+    thousand, so hardly ever in three of 32."""
+    size, begin = 1000, np.arange(32)
+    rows = [StreamRows(TokenStream([np.arange(size * LENGTH + 1)]), LENGTH)]
+    orders = {}
+    for seed in (0, 1, 2, 2**32 - 1, 2**32):
+        for name in ("0", "1", "abcdef0123456789", "f" * 16):
+            sequence = RowSequence(rows, Mixture({name: Fraction(1)}), seed)
+            for epoch in range(5):
+                orders[seed, name, epoch] = [sequence[epoch * size + place] for place in begin.tolist()]
+    firsts = np.array(list(orders.values()))[..., 1]
+    agreeing = (firsts[:, None] == firsts).sum(axis=-1)
+    assert len(firsts) == 100 and agreeing[~np.eye(100, dtype=bool)].max() < 3
+    again = RowSequence(rows, Mixture({"1": Fraction(1)}), 2)
+    assert [again[3 * size + place] for place in begin.tolist()] == orders[2, "1", 3]
+
+
 @pytest.mark.parametrize("shape", [(1, 24), (3, 8), (24, 1)])
 def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
     """The same tokens_per_step gives the same rows for any K and B."""
@@ -87,7 +108,7 @@ def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
 def test_rows_are_those_that_grain_mixes_and_shares_are_exact(shares):
     parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
     mixed = grain.MapDataset.mix(parts, [float(Fraction(share)) for share in shares])
-    mixture = Mixture(list(map(Fraction, shares)))
+    mixture = mixture_of(*shares)
     rows = [mixture[n] for n in range(2000)]
     assert rows == [mixed[n] for n in range(2000)]
     assert all(mixture[n] == mixed[n] for n in (999_999, 1_000_000))
@@ -160,57 +181,3 @@ def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
         next(batches)
         assert placed.acquire(timeout=60)
     assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
-
-
-def tokenizer_of(sizes: np.ndarray) -> TextTokenizer:
-    """Return a tokenizer whose tokens have these bytes."""
-
-    class Sized(TextTokenizer):
-        token_bytes = sizes
-        added_bytes = 0
-
-    return Sized("")
-
-
-def counted(batches: list) -> list[tuple[int, int]]:
-    """Return (input, target) of every target that counts, in the order of the rows."""
-    return [
-        pair
-        for batch in jax.device_get(batches)
-        for pair in zip(batch["inputs"][batch["weights"] > 0].tolist(), batch["targets"][batch["weights"] > 0].tolist())
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens"), [((1, 8), 1), ((2, 8), 10 * LENGTH), ((5, 24), 10 * LENGTH), ((1, 16), 10**9)]
-)
-def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
-    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, tokenizer_of(SIZES), (*shape, LENGTH), sharding())
-    count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
-    rows = [VAL[i * 97 // count] for i in range(count)]
-    pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
-    assert counted(batches) == [(i, target) for i, target in pairs if target != 0]
-    assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
-    assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
-    parts = [part for batch in batches for part in np.asarray(batch["targets"] * batch["weights"].astype(int))]
-    assert text_bytes.tolist() == [[SIZES[part].sum() for part in parts]]
-
-
-def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_bytes():
-    rows, weights, ones = [ROWS, VAL], [0.4, 0.6], tokenizer_of(np.ones(999, int))
-    batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, ones, (1, 8, LENGTH), sharding())
-    expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
-    targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
-    assert targets[:20].tolist() == [target.tolist() for target in expected]
-    assert text_bytes.tolist() == [[8 * LENGTH, 0, 0], [0, 8 * LENGTH, 4 * LENGTH]]
-    numbers = tokenizer_of(np.arange(99))
-    batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, numbers, (1, 8, LENGTH), sharding())
-    assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
-
-
-def test_held_out_rows_in_which_nothing_counts_are_refused():
-    ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
-    tokens = np.array([0, ids["<|user_start|>"], 20, ids["<|user_end|>"]])
-    question = PlannedRows(TokenStream([tokens]), plan_rows("whole", np.array([0]), 4, 16), 0, 16, ids)
-    with pytest.raises(UserError, match="no text counts in the held-out rows of 16 tokens"):
-        held_out_batches([question], [1.0], 10**9, tokenizer_of(np.ones(40, int)), (1, 8, 16), sharding())

@@ -6,15 +6,16 @@ e384e3d: whether an item is right, and its letter or its text."""
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from data.dataset import Text
-from data.loader import Mixture
+from data.held_out import HeldOut
+from data.order import Mixture
 from evaluate import evaluate_core
 from evaluation.benchmark import BENCHMARKS, benchmark_of_run
 from evaluation.chat_core import WITHOUT_PROGRAMS, human_eval_item, program_of, read_chat_tasks
@@ -63,8 +64,8 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
     ours = network()
     options = EvalConfig(tasks="chatcore4", bundle=str(sets), items=3, tokens=2 * LONGEST, prompts=())
     config = replace(ours.config, eval=options, mesh=MeshConfig(1))
-    text = Text(["chats"], [], [], Mixture([]), ours.tokenizer, None, "", 0)
-    monkeypatch.setattr("evaluation.evaluator.held_out_batches", lambda *_: ([], np.zeros((1, 0), int)))
+    text = Text(["chats"], [], [], Mixture({}), ours.tokenizer, None, "", 0)
+    monkeypatch.setattr("evaluation.evaluator.read_held_out", lambda *_: Mock(HeldOut, batches=[]))
     monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
     tasks = [task for task in read_chat_tasks(str(sets), 3) if task.label == "MMLU"]
     monkeypatch.setitem(BENCHMARKS, "chatcore4", lambda folder, items: tasks if items == 3 else [])

@@ -1,4 +1,4 @@
-"""Test the compiled programs of the engine: they gather no parameter that `tensor` or `fsdp` divides."""
+"""Test the compiled programs of the engine: what they gather, and when."""
 
 import re
 from typing import Any
@@ -8,27 +8,31 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from generation.engine import AHEAD, CACHE, Engine, compute_params
+from generation.engine import AHEAD, CACHE, SHORT, Engine
 from options.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from run.network import Network
 from tests.generation.networks import TOKENIZER
 from tools.programs.compiled import collectives
 from tools.programs.topologies import devices_of
+from training.build import device_bytes
 from training.mesh import make_mesh, sizes_of
 from training.sharded import shard_network
 
 
-def compiled_for(mesh: Mesh, model: ModelConfig, dtype: str, length: int) -> tuple[Any, list]:
-    """Return the compiled program that draws tokens of two rows, and the parameters' shapes."""
-    on_mesh = shard_network(model, jnp.dtype(dtype), mesh)
+def engine_for(mesh: Mesh, model: ModelConfig, dtype: str, length: int) -> tuple[Engine, dict, Any]:
+    """Return an engine of two rows, and the shapes of its parameters and cache."""
+    sharded = shard_network(model, jnp.dtype(dtype), mesh)
     config = Config("tiny", model=model, batch=BatchConfig(length, length, 1))
-    engine = Engine(Network(config, TOKENIZER, {}, on_mesh), 2)
-    shapes = on_mesh.abstract_params()
-    in_compute_type = jax.eval_shape(lambda params: compute_params(params, on_mesh.dtype), shapes)
-    params = jax.tree.map(lambda leaf, stored: leaf.update(sharding=stored.sharding), in_compute_type, shapes)
+    engine, params = Engine(Network(config, TOKENIZER, {}, sharded), 2), sharded.abstract_gathered()
     cache = jax.tree.map(
         lambda leaf: leaf.update(sharding=NamedSharding(mesh, CACHE)), jax.eval_shape(engine._empty, params)
     )
+    return engine, params, cache
+
+
+def compiled_for(mesh: Mesh, model: ModelConfig, dtype: str, length: int) -> tuple[Any, list]:
+    """Return the compiled program that draws tokens of two rows, and the parameters' shapes."""
+    engine, params, cache = engine_for(mesh, model, dtype, length)
     parts = engine.parts({}, len(engine.slots), 1)
     return engine._write.lower(params, cache, parts).compile(), jax.tree.leaves(params)
 
@@ -42,6 +46,26 @@ def test_parameters_divided_by_tensor_are_never_gathered():
     whole = {leaf.shape for leaf in leaves}
     assert not (shapes | {shape[::-1] for shape in shapes}) & whole
     assert (1, 2, 16, 24) in shapes and (1, 8, 16, 24) not in shapes
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("sizes", [MeshConfig(), MeshConfig(fsdp=2, tensor=2)])
+def test_parameters_are_gathered_over_data_once_and_not_in_the_programs_that_draw(sizes):
+    mesh = make_mesh(sizes)
+    model = ModelConfig(depth=1, width=64, heads=8, kv_heads=8, head_dim=24, vocab_size=2048)
+    engine, params, cache = engine_for(mesh, model, "float32", 2 * SHORT)
+
+    def over_data(program: Any, *arguments: Any) -> int:
+        """Return the bytes that cross `data` in each call."""
+        traffic = collectives(program.lower(*arguments).compile().as_text(), sizes_of(mesh))
+        return sum(one.times * one.bytes_each for one in traffic if "data" in one.axes)
+
+    drawing = engine._write, params, cache, engine.parts({}, len(engine.slots), 1)
+    reading = engine._read, params, cache, engine.parts({}, engine.devices, SHORT)
+    new_tokens = 4 * AHEAD * len(engine.slots)
+    assert over_data(*drawing) <= new_tokens and over_data(*reading) <= new_tokens
+    stored = shard_network(model, jnp.dtype("float32"), mesh).abstract_params()
+    assert over_data(engine._gather, stored) == pytest.approx(device_bytes(params), rel=0.01)
 
 
 @pytest.mark.medium

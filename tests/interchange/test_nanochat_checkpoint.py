@@ -1,7 +1,7 @@
 """Test nanochat's own checkpoints: its logits, its tokens, and what is refused.
 
-nanochat_logits.json has logits of nanochat's code (92d63d4), in float32 on a CPU, of the parameters that `numbers`
-makes. With NANOCHAT_DIR the code computes them again."""
+nanochat_logits.json has logits of nanochat's code at a commit of each generation, in float32 on a CPU, of the
+parameters that `numbers` makes. With NANOCHAT_DIR, a clone of nanochat, the code computes them again."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ import pytest
 import tiktoken
 from flax import nnx
 
+from data.conversation import messages_of, render
+from data.packing import learned
 from data.tokenizer import BOS, CHAT_TOKENS
 from data.tokenizer_formats import SPLIT, find_tokenizer
 from interchange.convert import main, read_network, tokenizer_in
-from interchange.formats import nanochat_name, turned
+from interchange.formats import turned
+from interchange.nanochat import GENERATIONS, describe_network, nanochat_name
 from model.gpt import parameter_shapes
 from model.loss import softcap
 from options.command_line import parse
@@ -29,16 +33,16 @@ from options.validation import resolved
 from run.folder import RunFolder
 from run.init_from import initial_state, require_moments, require_same_network
 from system.errors import UserError
+from tests.data.nanochat_conversations import conversations
 from tests.helpers import arrays_of, sharded
+from tests.interchange.nanochat_history import COMMITS, SIZES, nanochat_at, needs_nanochat
 from training.build import build
 from training.optimizer import peak_rates
 from training.sharded import split_model
 
 torch = pytest.importorskip("torch")
 
-LENGTH = 256  # so that windows of 128 cut
-META = {"sequence_len": LENGTH, "vocab_size": 300, "n_layer": 4, "n_head": 2, "n_kv_head": 1, "n_embd": 64}
-META |= {"window_pattern": "SSSL"}
+META = SIZES | {"window_pattern": "SSSL"}
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 200), np.int32)
 SAVED = Path(__file__).with_name("nanochat_logits.json")
 MERGES = [b"th", b"the", b" q", b" qu", b"in"]
@@ -60,65 +64,98 @@ def numbers(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return made
 
 
-def shapes_of(model: ModelConfig, rows: int = 320) -> dict[str, tuple[int, ...]]:
-    """Return nanochat's names and shapes of a network. Its tables have rows for a multiple of 64 tokens."""
-    shapes = {}
+def shapes_of(generation: str = "a825e63", rows: int = 320) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of nanochat's network. Its tables have rows for a multiple of 64 tokens."""
+    shapes, model = {}, config_model(generation)
     for name, shape in parameter_shapes(model).items():
         shape = tuple(reversed(shape)) if name.endswith(".kernel") else tuple(shape)
         shapes[nanochat_name(name)] = (rows, *shape[1:]) if shape[0] == model.vocab_size else shape
+    if generation == "9a88194":
+        shapes = {name: shape for name, shape in shapes.items() if "ve_gate" not in name} | {"v0_lambdas": (4,)}
     return shapes
 
 
 def write(folder: Path, tensors: dict | None = None, step: int = 7, **meta) -> Path:
     """Write a checkpoint as nanochat does, and its tokenizer two folders above."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, "model_config": META} | meta))
-    torch.save(numbers(shapes_of(config_model())) if tensors is None else tensors, folder / f"model_{step:06d}.pt")
+    stage = {"max_seq_len": SIZES["sequence_len"]} if folder.parent.name == "base_checkpoints" else {}
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, "model_config": META} | stage | meta))
+    torch.save(numbers(shapes_of()) if tensors is None else tensors, folder / f"model_{step:06d}.pt")
     home = folder.parent.parent / "tokenizer"
     home.mkdir(exist_ok=True)
     (home / "tokenizer.pkl").write_bytes(pickle.dumps(ENCODING))
     return folder
 
 
-def config_model() -> ModelConfig:
-    features = dict.fromkeys(("value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"), True)
-    sizes = {"depth": 4, "width": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab_size": 300}
-    return ModelConfig(**sizes, qk_scale=1.2, window_pattern="SSSL", short_window=128, **features)
+def sizes_of(generation: str) -> dict[str, Any]:
+    """Return the sizes in a meta file. The first networks had no windows."""
+    return SIZES if generation in ("3a5e0bc", "aa530cd") else META
 
 
-def logits_of(folder: Path) -> np.ndarray:
+def config_model(generation: str = "a825e63") -> ModelConfig:
+    return describe_network({"model_config": sizes_of(generation)}, generation)[0]
+
+
+def logits_of(folder: Path, cap: Any = None) -> np.ndarray:
     """Return our capped logits of the network in a folder."""
-    _, config, params = read_network(folder)
+    _, config, params = read_network(folder, cap)
     graphdef, _ = split_model(config.model, jnp.dtype("float32"))
-    logits = jax.jit(lambda params, tokens: softcap(nnx.merge(graphdef, params)(tokens)[0], 15.0))
+    logits = jax.jit(lambda params, tokens: softcap(nnx.merge(graphdef, params)(tokens)[0], config.model.softcap))
     return np.asarray(logits(params, TOKENS))
 
 
-def test_logits_are_those_of_nanochat_s_code(tmp_path):
-    write(tmp_path / "base_checkpoints/d4", {}, step=3)  # an older one
-    logits = logits_of(write(tmp_path / "base_checkpoints/d4"))
-    some = json.loads(SAVED.read_text())
-    np.testing.assert_allclose(logits[:, ::33, ::50], some, rtol=0, atol=1e-4)
-    assert np.std(some) > 1
+def cap_of(generation: str) -> str | None:
+    """Return the commit to name for a generation whose arrays do not tell the cap."""
+    return generation if generation in ("e85db6b", "aba30cb") else None
 
 
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_logits_are_those_of_nanochat_s_code(generation, tmp_path):
+    folder = write(tmp_path / "base_checkpoints/d4", {}, step=3)  # an older one
+    write(folder, numbers(shapes_of(generation)), model_config=sizes_of(generation))
+    some = json.loads(SAVED.read_text())[generation]
+    np.testing.assert_allclose(logits_of(folder, cap_of(generation))[:, ::33, ::50], some, rtol=0, atol=1e-4)
+    assert np.std(some) > 0.5
+
+
+@needs_nanochat
 @pytest.mark.medium
-@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_a_network_of_nanochat_s_code_gives_its_logits(tmp_path):
-    from bench.nanochat import new_network
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_checkpoint_of_nanochat_s_code_at_a_commit_gives_its_logits_and_its_tokens(commit, tmp_path):
+    generation = next(name for name in reversed(GENERATIONS) if COMMITS.index(name) <= COMMITS.index(commit))
+    base = tmp_path / "base"
+    with nanochat_at(commit, tmp_path / "code") as theirs:
+        known = theirs.gpt.GPTConfig.__dataclass_fields__
+        sizes = {name: value for name, value in META.items() if name in known}
+        network = theirs.gpt.GPT(theirs.gpt.GPTConfig(**sizes))
+        torch.manual_seed(0)
+        network.init_weights()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+            expected = network(torch.tensor(TOKENS, dtype=torch.long)).numpy()
+        meta = {"step": 650, "val_loss": 1.0, "model_config": sizes}
+        folder = base / "chatsft_checkpoints/d4"
+        theirs.checkpoint_manager.save_checkpoint(str(folder), 650, network.state_dict(), None, meta)
+        shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        network.load_state_dict(numbers(shapes))
+        with torch.no_grad():
+            some = network(torch.tensor(TOKENS, dtype=torch.long)).numpy()[:, ::33, ::50]
+        tokenizer = theirs.tokenizer.RustBPETokenizer(ENCODING, BOS)
+        tokenizer.save(str(base / "tokenizer"))
+        rendered = [tokenizer.render_conversation(one) for one in conversations(0, 12)]
+    assert np.std(expected) > 0.5
+    np.testing.assert_allclose(logits_of(folder, cap_of(generation)), expected, rtol=0, atol=1e-5)
+    if commit == generation:
+        assert shapes == shapes_of(generation, rows=300 if commit == "3a5e0bc" else 320)
+    np.testing.assert_allclose(some, json.loads(SAVED.read_text())[generation], rtol=0, atol=1e-5)
+    ours = find_tokenizer(tokenizer_in(folder))
+    for (tokens, mask), conversation in zip(rendered, conversations(0, 12)):
+        found = render(ours, messages_of(conversation))
+        assert found == tokens and learned(np.array(found), ours.special_tokens).tolist() == [bool(x) for x in mask]
 
-    network = new_network(config_model(), LENGTH)
-    theirs = lambda: network(torch.tensor(TOKENS, dtype=torch.long)).detach().numpy()
-    torch.manual_seed(0)
-    for parameter in network.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    folder = write(tmp_path / "chatsft_checkpoints/d4", network.state_dict())
-    np.testing.assert_allclose(logits_of(folder), theirs(), rtol=0, atol=1e-4)
-    network.load_state_dict(numbers({name: tuple(p.shape) for name, p in network.named_parameters()}))
-    np.testing.assert_allclose(theirs()[:, ::33, ::50], json.loads(SAVED.read_text()), rtol=0, atol=1e-5)
 
-
-def test_parameters_are_read_back_exactly_and_older_ones_lack_factors(tmp_path):
+def test_parameters_are_read_back_exactly(tmp_path):
     model = config_model()
     params = jax.tree.map(
         lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32),
@@ -127,15 +164,13 @@ def test_parameters_are_read_back_exactly_and_older_ones_lack_factors(tmp_path):
     stored = {nanochat_name(name): torch.tensor(turned(name, array)) for name, array in arrays_of(params).items()}
     stored["transformer.wte.weight"] = stored["transformer.wte.weight"].bfloat16()  # as on a GPU
     params["embed"]["table"] = stored["transformer.wte.weight"].float().numpy()
-    del stored["x0_lambdas"]
-    params["x0_lambdas"]["values"] = np.zeros(4, np.float32)
     folder = write(tmp_path / "base_checkpoints/d4", {f"_orig_mod.{name}": one for name, one in stored.items()})
     step, config, read = read_network(folder)
-    assert step == 7 and config.model == model and config.batch.sequence_length == LENGTH
+    assert step == 7 and config.model == model and config.batch.sequence_length == SIZES["sequence_len"]
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(read))
-    del stored["smear_gate.weight"], stored["value_embeds.1.weight"]
+    del stored["smear_lambda"], stored["value_embeds.1.weight"]
     torch.save(stored, folder / "model_000007.pt")
-    with pytest.raises(UserError, match=r"smear_gate.weight: missing, not \(1, 24\)\n  value_embeds.1.weight: missing"):
+    with pytest.raises(UserError, match=r"smear_lambda: missing, not \(1,\)\n  value_embeds.1.weight: missing"):
         read_network(folder)
 
 

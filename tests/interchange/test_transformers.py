@@ -48,6 +48,14 @@ SIZES = {
     "other sizes and constants": ModelConfig(
         depth=3, width=64, heads=4, kv_heads=2, head_dim=32, vocab_size=300, softcap=9.0, rotary_base=1234.0
     ),
+    "value embeddings of early 2026": replace(
+        TINY,
+        vocab_size=300,
+        value_embeddings=True,
+        value_embedding_every=1,
+        value_gate_channels=32,
+        value_gate_limit=2.0,
+    ),
 }
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
 TOKENIZER = train_tokenizer(TEXTS, 300)

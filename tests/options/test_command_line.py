@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+import chat
 import evaluate
 import sample
 import train
+from interchange import convert
 from options.arguments import StartArguments
 from options.command_line import parse, parse_arguments, parse_own
 from options.files import config_from_json, load_config
 from options.schema import Config, EvalConfig, Role, hints, options
 from options.validation import validate
 from system.errors import UserError
+from tools import inspect
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/small.py")
@@ -203,6 +206,22 @@ def test_a_mistyped_option_is_answered_with_the_nearest(command, word, meant, mo
         UserError, match=rf"^{word.partition('=')[0]}: there is no such option.*; did you mean {meant}\?$"
     ):
         parse_own(None, StartArguments) if command is train else parse_arguments(None, command.Arguments)
+
+
+@pytest.mark.parametrize(
+    "command, words, message",
+    [
+        (chat, [], r"--run_dir is missing. Talk to .*: python chat.py --run_dir=runs/chat.$"),
+        (chat, ["--serve"], r"--run_dir is missing"),
+        (convert, ["--source", "x"], r"--out is missing"),
+        (convert, [], r"--out and --source are missing"),
+        (inspect, [], r"RUN_DIR is missing. .*: python -m tools.inspect RUN.$"),
+    ],
+)
+def test_a_command_without_what_it_needs_says_in_a_line_what_to_type(command, words, message):
+    with pytest.raises(UserError, match=f"^{message}") as refused:
+        parse_arguments(command.__doc__, command.Arguments, words)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_name_like_no_other_and_an_option_of_config_files_have_their_own_answers():

@@ -15,17 +15,17 @@ from options.files import config_from_json
 from options.schema import BatchConfig, Config, EvalConfig, ModelConfig, hints, options, with_options
 from run.folder import RunFolder
 from run.lock import RunLock
-from run.status import write_start_record
+from run.status import claim_folder, write_start_record
 from system.errors import StorageLost, UserError
 from tests.run.checkpoints import restored_newest, saved, state_on
-from tests.run.claims import claim
+from tests.run.claims import claim, text_of
 
 FREE = {
     *("name", "ratio", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
     *(f"checkpoint.{name}" for name in ("every_steps", "keep", "keep_every")),
     *(f"data.{name}" for name in ("source", "tokenizer", "workers")),
     *(f"eval.{name}" for name in ("every_steps", "prompts", "sample_tokens", "tokens", "tasks", "bundle", "items")),
-    *("diagnostics.every_steps", "hang.io_seconds", "hang.seconds", "optimizer.batch_factor"),
+    *("diagnostics.every_steps", "eval.run_code", "hang.io_seconds", "hang.seconds", "optimizer.batch_factor"),
     *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
@@ -35,7 +35,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
     with RunLock(RunFolder(config.run_dir)):
         folder = RunFolder(config.run_dir)
         changes = claim(config, fingerprint, accept_changes)
-        write_start_record(folder, config, fingerprint, changes, 0, 0)
+        write_start_record(folder, config, text_of(fingerprint), changes, 0, 0)
         folder.events.add("saved", 1)
         facts = folder.local / "checkpoints/1/facts/metadata"
         facts.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +117,21 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
     assert (record["config"]["steps"], record["dataset"]) == (30, "another")
     with pytest.raises(UserError, match="steps: 30 -> 10"):
         open_run(config, "another", accept_changes=False)
+
+
+def test_a_run_whose_rows_had_another_order_is_refused_whatever_is_accepted(config):
+    open_run(config, "print", accept_changes=False)
+    before = recorded(config)
+    del before["row_order"]  # as of a version without numbers
+    record = Path(config.run_dir) / "config.json"
+    record.write_text(json.dumps(before))
+    for accept_changes in (False, True):
+        with pytest.raises(UserError, match="did not read its rows in this version's order") as error:
+            open_run(config, "print", accept_changes)
+        assert f"--init_from={config.run_dir} and another --name" in str(error.value)
+    assert recorded(config) == before
+    answers = text_of("print", row_order=0)  # reinforcement has no rows of a text
+    assert claim_folder(RunFolder(record.parent), config, answers, False).has_steps
 
 
 def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):

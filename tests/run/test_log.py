@@ -114,6 +114,14 @@ def test_the_peak_of_bfloat16_measures_no_other_type():
 
 
 # Spikes and skipped steps.
+def test_only_the_first_process_reads_a_spike_s_rows(make, monkeypatch, messages):
+    monkeypatch.setattr("run.metrics.jax.process_index", lambda: 1)
+    log = make(log=LogConfig(100))
+    log.source.rows_of = Mock(side_effect=AssertionError("another process reads them"))
+    feed(log, [2.0] * ENOUGH + [3.1])
+    assert "jumped to 3.1000" in messages[0]
+
+
 def test_a_spike_is_reported_with_batch_and_rows(make, tmp_path, messages):
     log = make(log=LogConfig(100))
     feed(log, [2.0] * ENOUGH + [2.9, 3.1, 2.0, 9.0])

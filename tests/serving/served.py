@@ -1,8 +1,11 @@
 """Serve an engine that writes what a test says."""
 
 import asyncio
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,11 +17,14 @@ import openai
 from data.prepare.selection import train_tokenizer
 from generation.engine import Engine
 from model.sampling import Sampling
+from serving.batcher import Batcher
 from serving.model import Model
-from serving.server import Batcher, Service, listener, make_server, run_server
+from serving.server import Access, Service, listener, make_server, run_server
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
 MODEL = Model("tiny", "0.1 M parameters, trained on words", ("first?", "second?", "third?"))
+NOBODY_ELSE = Access()
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 class FakeEngine:
@@ -74,17 +80,19 @@ def endless(prompt: list[int]) -> Iterator[int]:
 
 
 @contextmanager
-def served(engine: FakeEngine | Engine, queue: int = 8) -> Iterator[openai.OpenAI]:
+def served(
+    engine: FakeEngine | Engine, queue: int = 8, access: Access = NOBODY_ELSE, model: Model = MODEL
+) -> Iterator[openai.OpenAI]:
     """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
     batcher = Batcher(engine, queue)
-    server = make_server(Service(batcher, TOKENIZER, MODEL, Sampling(top_k=40)), "mine")
+    server = make_server(Service(batcher, TOKENIZER, model, Sampling(top_k=40)), access)
     bound = listener("127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
         wait_until(lambda: server.started)
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
         try:
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            with openai.OpenAI(base_url=url, api_key=access.key or "none", max_retries=0, timeout=60) as client:
                 yield client
         finally:
             server.should_exit = True
@@ -97,3 +105,22 @@ def wait_until(reached: Callable[[], bool]) -> None:
     while not reached():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def echo(prompt: list[int]) -> list[int]:
+    """Answer with the prompt's text, in capitals."""
+    return spell(TOKENIZER.decode(prompt).upper())
+
+
+def ask(client: openai.OpenAI, text: str = "hello", **options):
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
+
+
+def fetch(client: openai.OpenAI, path: str, body: bytes | None = None) -> tuple[int, dict]:
+    """Return the status and the answer to a GET, or to a POST of `body`, without OpenAI's client."""
+    request = urllib.request.Request(str(client.base_url.join(path)), body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)

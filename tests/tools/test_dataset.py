@@ -10,7 +10,7 @@ import pytest
 
 from data.dataset import open_text
 from data.dataset_folder import Dataset, open_dataset
-from data.loader import RowSequence
+from data.order import RowSequence
 from data.prepare.preparation import Preparation, prepare
 from data.prepare.selection import train_tokenizer
 from data.prepare.shard_writer import write_shard

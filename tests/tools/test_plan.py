@@ -21,7 +21,7 @@ from tests.helpers import tiny_config
 from tools import plan
 from tools.programs.compiled import compile_step
 from tools.programs.topologies import devices_of
-from training.build import Build, build, program_bytes, stored_bytes
+from training.build import Build, build, device_bytes, program_bytes, stored_bytes
 
 V5E = "--topology=v5e:4x4"
 NARROW = {"model.depth": 6, "model.width": 128, "model.heads": 1, "model.kv_heads": 1, "model.vocab_size": 1024}
@@ -66,6 +66,8 @@ def test_stored_bytes_are_those_of_the_state_and_the_batch():
     stored, state = stored_bytes(built), built.create_state()
     size = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
     assert (stored["parameters"], stored["moments"]) == (size(state.params), size(state.opt_state))
+    gathered = jax.jit(built.network.gathered)(state.params)
+    assert size(gathered) == device_bytes(built.network.abstract_gathered()) <= stored["gradients"]
     assert stored["gradients"] == sum(
         leaf.size * 4 // 4 for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2
     )  # fsdp and tensor divide every matrix of this network
