@@ -97,6 +97,8 @@ class TextTokenizer:
         """Return the bytes of text of each target after its input. A text's first token follows a special one, and is
         counted without `added_bytes`."""
         sizes = self.token_bytes[targets]
+        if not self.added_bytes:
+            return sizes
         is_first = (self.token_bytes[inputs] == 0) & (sizes > 0)
         return sizes - self.added_bytes * is_first
 

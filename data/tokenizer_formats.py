@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -121,17 +122,21 @@ def _from_tiktoken(name: str) -> TextTokenizer:
 
 def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
     """Return a tokenizer.json that encodes as tiktoken does. The tokens' ranks imply the merges."""
-    # tiktoken's {1,3}+ never gives back what it took; the engine of `tokenizers` would repeat it.
-    split = re.sub(r"(?<=\d\})\+", "", split)
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
     ordered = sorted(ranks, key=lambda token: ranks[token])
     merges = [(spell(a), spell(b)) for a, b in (merged_from(token, ranks) for token in ordered if len(token) > 1)]
     vocab = {spell(token): i for token, i in ranks.items()} | special_tokens
     # As in tiktoken, a word that is a token becomes that token, even if no merges lead to it.
-    tokenizer = byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
+    tokenizer = byte_level(models.BPE(vocab, merges, ignore_merges=True), without_possessive_counts(split))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     return TextTokenizer(tokenizer.to_str())
+
+
+def without_possessive_counts(split: str) -> str:
+    """Return the expression without the last `+` of `{1,3}+`: tiktoken never gives back what that took, and the engine
+    of `tokenizers` would repeat it."""
+    return re.sub(r"(?<=\d\})\+", "", split)
 
 
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -139,7 +144,7 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     ranks."""
     pieces = [token[i : i + 1] for i in range(len(token))]
     while len(pieces) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
+        pairs = [ranks.get(a + b, sys.maxsize) for a, b in pairwise(pieces)]
         i = min(range(len(pairs)), key=pairs.__getitem__)
         pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
     return pieces

@@ -79,7 +79,8 @@ def bits_of(network: Network, given: str, documents: Sequence[Document]) -> Floa
     tokenizer, scorer, texts = network.tokenizer, Scorer(network), [document.text for document in documents]
 
     def require_no_loss() -> None:
-        if lost := text_lost(tokenizer, {document.name: document.text for document in documents}):
+        named = {document.name: document.text for document in documents}
+        if lost := text_lost(tokenizer, named, tokenizer.encode(texts)):
             raise UserError(f"the tokenizer of {given} loses text, so bits per byte would be wrong: {lost}")
 
     on_every_process("a tokenizer", require_no_loss)

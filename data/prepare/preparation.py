@@ -179,14 +179,15 @@ def _given_tokenizer(name: str, corpus: Corpus, files: list[SourceFile]) -> Text
     tried = replace(corpus, on_error="skip")  # a bad document stops the preparation later, at its place
     documents = (document for file in files for document in tried.documents(file) if not document.problem)
     texts = {one.name: "\n".join(corpus.texts(one.text))[:100_000] for one in islice(documents, LOOKED_AT)}
-    if lost := text_lost(tokenizer, texts):
+    encoder = Encoder(tokenizer)
+    encoded = {name: encoder.encode(text) for name, text in texts.items()}
+    if lost := text_lost(tokenizer, texts, (ids.tolist() for ids in encoded.values())):
         raise UserError(f"--tokenizer={name} loses text, so bits per byte would be wrong: {lost}")
     if corpus.on_error == "stop":  # otherwise such documents are counted while they are encoded
-        encoder = Encoder(tokenizer)
         for document, text in texts.items():
-            if wrong := encoder.miscounted(text, encoder.encode(text)):
+            if wrong := encoder.miscounted(text, encoded[document]):
                 raise UserError(f"--tokenizer={name} would make bits per byte wrong: {document}: {wrong}")
-    tokens, size = sum(map(len, tokenizer.encode(list(texts.values())))), sum(len(t.encode()) for t in texts.values())
+    tokens, size = sum(map(len, encoded.values())), sum(len(text.encode()) for text in texts.values())
     own, here = _tokens_per_byte(Path(name)), tokens / max(size, 1)
     if own and here > MORE_TOKENS * own:
         print(

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
@@ -78,11 +78,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer.to_str())
 
 
-def text_lost(tokenizer: TextTokenizer, texts: Mapping[str, str]) -> str:
+def text_lost(tokenizer: TextTokenizer, texts: Mapping[str, str], encoded: Iterable[Sequence[int]]) -> str:
     """Return the first difference between a text, apart from blanks at its ends, and what its tokens decode to;
     "" if there is none. Bits per byte divide by the bytes of tokens, and are wrong if those are another text's.
-    `texts`: by their names."""
-    for (name, text), ids in zip(texts.items(), tokenizer.encode(list(texts.values()))):
+    `texts`: by their names; `encoded`: the tokens of each."""
+    for (name, text), ids in zip(texts.items(), encoded):
         decoded = tokenizer.decode(ids)
         if decoded.strip() != text.strip():
             at = next((i for i, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))

@@ -1,5 +1,7 @@
 import json
 import random
+import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data.prepare.encoding import Encoder, tiktoken_of
+from data.prepare.encoding import BLANKS, MARK, MARKED_SPLIT, Encoder, marked, tiktoken_of
 from data.prepare.selection import text_lost, train_tokenizer
 from data.tokenizer import BOS, CHAT_TOKENS, TextTokenizer, load_tokenizer
 from data.tokenizer_formats import SPLIT, bos_template, byte_letters, convert_tiktoken, find_tokenizer
@@ -80,8 +82,9 @@ RANKS = {bytes(map(LETTERS.get, name)): i - len(SPECIAL) for name, i in VOCAB.it
 ENCODING = tiktoken.Encoding("made_up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens={"<|endoftext|>": 319})
 CONVERTED = convert_tiktoken(RANKS, SPLIT, {"<|endoftext|>": 319})
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "IT'S", "\n", "  ", "foo_bar();", "\t", "the", "😀", "\r\n\r\n"]
-ORDERED = train_tokenizer([" ".join(random.Random(0).choices(WORDS, k=2000))], 330)  # its merges are those of tiktoken
-ENCODERS = {tokenizer: Encoder(tokenizer) for tokenizer in (ORDERED, CONVERTED)}
+OTHER = train_tokenizer([" ".join(random.Random(0).choices(WORDS, k=2000))], 330)
+OF_CHARACTERS = convert_tiktoken(RANKS, r"[\s\S]", {"<|endoftext|>": 319})
+ENCODERS = {tokenizer: Encoder(tokenizer) for tokenizer in (TOKENIZER, OTHER, CONVERTED, OF_CHARACTERS)}
 
 
 @settings(max_examples=50, deadline=None)
@@ -93,13 +96,46 @@ def test_a_preparation_tiktoken_and_tokenizers_give_the_same_tokens(documents):
         assert encoder.fast and [encoder.encode(text).tolist() for text in documents] == tokenizer.encode(documents)
 
 
+def test_marked_text_is_cut_as_text_is_by_the_expression_that_looks_ahead():
+    """All texts of up to five letters, of each kind that the expression knows. Each is a token, so a word is one."""
+    every = ["".join(letters) for count in range(1, 6) for letters in product("a'5. \n\u3000", repeat=count)]
+    words = [*(bytes([i]) for i in range(256)), *(text.encode() for text in every if len(text.encode()) > 1)]
+    ranks = {word: i for i, word in enumerate(words)}
+    mark = len(ranks)
+    plain = tiktoken.Encoding("plain", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+    fast = tiktoken.Encoding("fast", pat_str=MARKED_SPLIT, mergeable_ranks=ranks, special_tokens={MARK: mark})
+    for text in every:
+        ids = fast.encode(marked(text), allowed_special={MARK}, disallowed_special=())
+        assert [i for i in ids if i != mark] == plain.encode_ordinary(text), repr(text)
+
+
+def test_blanks_are_those_of_tiktoken():
+    bytes_only = {bytes([i]): i for i in range(256)}
+    blank = tiktoken.Encoding("blanks", pat_str=r"\s", mergeable_ranks=bytes_only, special_tokens={})
+    every = "".join(map(chr, (*range(0xD800), *range(0xE000, sys.maxunicode + 1))))
+    assert bytes(blank.encode_ordinary(every)).decode() == BLANKS
+
+
 def test_tiktoken_is_not_used_if_a_tokenizer_joins_in_another_order_or_does_more():
-    facts = json.loads(ORDERED.json)
+    facts = json.loads(OTHER.json)
     first, second, *others = facts["model"]["merges"]
     other = {"merges": [second, first, *others]}, {"merges": [first, second]}, {"dropout": 0.1}
     for change in ({"normalizer": {"type": "NFC"}}, *({"model": facts["model"] | one} for one in other)):
         assert not tiktoken_of(TextTokenizer(json.dumps(facts | change)))
-    assert tiktoken_of(ORDERED) and not tiktoken_of(TOKENIZER)
+    assert tiktoken_of(OTHER)
+
+
+def test_tiktoken_is_not_used_if_the_merges_do_not_lead_to_a_token():
+    """`tokenizers` spells abc as ab and c, since ab comes first; tiktoken would join these."""
+    facts = json.loads(train_tokenizer(["a"], 265).json)
+    vocab = facts["model"]["vocab"] | {"ab": 265, "bc": 266, "abc": 267}
+    for merges, is_used in (
+        ([["a", "b"], ["b", "c"], ["ab", "c"]], True),
+        ([["a", "b"], ["b", "c"], ["a", "bc"]], False),
+    ):
+        tokenizer = TextTokenizer(json.dumps(facts | {"model": facts["model"] | {"vocab": vocab, "merges": merges}}))
+        assert bool(tiktoken_of(tokenizer)) == is_used
+        assert Encoder(tokenizer).encode("abc").tolist() == tokenizer.encode(["abc"])[0]
 
 
 def test_text_that_the_expression_does_not_match_is_encoded_too():
@@ -187,7 +223,9 @@ def test_each_text_of_a_conversation_has_a_first_token():
 def test_a_tokenizer_that_loses_text_is_noticed_with_the_document(changes):
     library = Tokenizer.from_str(TOKENIZER.json)
     library.normalizer = changes
-    lost = text_lost(TextTokenizer(library.to_str()), {"a.txt": "", "b.txt": " Naïve  ﬁve"})
+    changed = TextTokenizer(library.to_str())
+    texts = {"a.txt": "", "b.txt": " Naïve  ﬁve"}
+    lost = text_lost(changed, texts, changed.encode([*texts.values()]))
     assert "b.txt decode from character" in lost
 
 
