@@ -12,6 +12,7 @@ from hosts.watchdog import io_limit
 from options.arguments import StartArguments
 from options.schema import Config, free_to_change, options
 from run.checkpoint import Checkpoints
+from run.dtype import with_dtype
 from run.fitting import Fitting
 from run.folder import RunFolder
 from run.lock import take_over
@@ -48,7 +49,7 @@ def prepare(config: Config, arguments: StartArguments, stage: Stage, folder: Run
     """Check everything that can be wrong with a start, and claim the run's folder. Raise UserError for a mistake. Every
     process must call it."""
     check_processes(config, arguments)
-    fitting = Fitting(config, folder)
+    fitting = Fitting(with_dtype(config, folder), folder)
     built, material = stage.open(fitting.first_config(), folder)
     status = claim_folder(folder, built.config, material, arguments.accept_changes)
     if status.finished < built.config.steps:
