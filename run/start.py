@@ -16,7 +16,7 @@ from run.dtype import with_dtype
 from run.fitting import Fitting
 from run.folder import RunFolder
 from run.lock import take_over
-from run.record import batch_of
+from run.record import Place, place_of
 from run.recovery import open_cleared, set_aside_after
 from run.source import Stage
 from run.status import RunStatus, claim_folder
@@ -102,5 +102,6 @@ def go_back_to(step: int, config: Config, checkpoints: Checkpoints) -> Checkpoin
 def outlook(folder: RunFolder, config: Config, material: Any, newest: int) -> str:
     """Return a line on what the run learns from, from the checkpoint `newest` to its end."""
     length, size = config.batch.sequence_length, config.batch.tokens_per_step
-    before, _ = on_first_process(lambda: batch_of(folder.events.read(), newest, size))
-    return material.outlook_message((before + (config.steps - newest) * size) // length, length)
+    place = Place(*on_first_process(lambda: place_of(folder.events.read(), newest, size)))
+    rows = (place.tokens + (config.steps - newest) * size) // length
+    return material.outlook_message(rows, length, place.tokens, place.mixture)
