@@ -4,12 +4,13 @@ python -m bench.collectives --config=configs/plain.py --model.depth=12 --topolog
 
 With --topology the step is compiled ahead of time for that TPU slice or those GPUs. The devices need not be present,
 but their driver library must be installed (EXTRA=tpu or cuda). Without it, the step is compiled for the devices here.
-The exit code is 1 if anything crosses the mesh axis `data` inside the scan over micro-batches: gradients should cross
-it once a step.
+The exit code is 1 if anything crosses the mesh axis `data` inside the scan over micro-batches, since gradients should
+cross it once a step, or if XLA's partitioner added a collective that the code does not name.
 
 Bytes are a chip's payload, not the traffic of a ring: the result of an all-gather, the operand of any other collective
 (for a reduce-scatter, the tensor before it is scattered). The TPU compiler may turn reduce-scatters into all-reduces,
-and all-gathers into all-reduces of shares padded with zeros; type and bytes identify them. Cycles are the TPU
+and all-gathers into all-reduces of shares padded with zeros; type and bytes identify them. `slices` are transfers
+between TPU slices: one for each collective over `data` that also crosses them. Cycles are the TPU
 compiler's estimate of its own scheduled work, without collectives, attention kernels and asynchronous copies.
 """
 
@@ -76,10 +77,15 @@ def main() -> int:
     print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items()))
     if cycles := estimated_cycles(text):
         print(f"estimated cycles: {cycles:,}")
-    wrong = [c for c in crossed if c.in_loop and "data" in c.axes]
-    for c in wrong:
+    in_loop = [c for c in crossed if c.in_loop and "data" in c.axes]
+    for c in in_loop:
         print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each")
-    return 1 if wrong else 0
+    unwritten = [c for c in crossed if not c.written]
+    for c in unwritten:
+        print(
+            f"FAIL: {c.kind} over {'+'.join(c.axes)} is not in the code: {c.times} times, {c.bytes_each:,} bytes each"
+        )
+    return 1 if in_loop or unwritten else 0
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from system.errors import UserError
 
 LIMIT = 1800  # seconds for one phase
 OPTIONS = (
-    "--model.depth=2 --model.width=128 --model.heads=2 --model.kv_heads=2 --model.head_dim=64 --steps=20 "
-    "--batch.sequence_length=64 --batch.tokens_per_step=1024 --batch.rows_per_device=1 --log.every_steps=1 "
+    "--model.depth=2 --model.width=128 --model.heads=2 --model.kv_heads=2 --model.head_dim=64 --model.vocab_size=4096 "
+    "--steps=20 --batch.sequence_length=64 --batch.tokens_per_step=1024 --batch.rows_per_device=1 --log.every_steps=1 "
     "--checkpoint.every_steps=5 --eval.every_steps=10 --eval.tokens=16384 --eval.prompts="
 )
 
@@ -42,7 +42,7 @@ class Arguments:
     """Numbers of processes, each a run of its own."""
     out: FilePath = "runs/hosts"
     """A folder for the runs."""
-    config: FilePath = "configs/small.py"
+    config: FilePath = "configs/plain.py"
     """The run."""
     options: str = OPTIONS
     """Its options, as typed."""

@@ -65,10 +65,8 @@ class KeyHolders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        is_right = scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode("latin-1"), self.key.encode()
-        )
-        if is_right or not scope["path"].startswith("/v1/"):
+        is_same = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())
+        if (scheme.lower() == "bearer" and is_same) or not scope["path"].startswith("/v1/"):
             await self.app(scope, receive, send)
             return
         problem = "the API key is not this server's" if given else "this server asks for an API key"

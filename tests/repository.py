@@ -1,9 +1,13 @@
 """The repository's files and what they import, for tests."""
 
 import ast
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tools.reference import repository_files
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,3 +39,14 @@ def closure(command: str) -> list[str]:
             reached.add(path)
             to_read += [ours[name] for name in imports(path) if name in ours]
     return sorted(reached)
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy the checkout to a folder, set up with this Python."""
+    for path in repository_files():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    (folder / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (folder / ".venv/installed-dev").touch()

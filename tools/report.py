@@ -1,32 +1,31 @@
-"""Write a self-contained HTML page with plots of one or more runs: python -m tools.report RUN [RUN...].
+"""Write a self-contained HTML page on one or more runs: python -m tools.report RUN [RUN...].
 
-It needs only config.json, metrics.jsonl and summary.json of each run, and does not start JAX. The page
-includes plotly's script, so it opens without a network.
+At its top is a card: what each run reached, and what it took. Then come plots, samples and options. It needs only the
+records of each run, does not start JAX, and includes plotly's script, so it opens without a network.
 """
 
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import tyro
 from plotly.offline import get_plotlyjs
 
 from options.command_line import parse_arguments
-from options.files import config_from_json
-from options.schema import AnyPaths, FilePath, options
-from run.folder import folder_to_read
+from options.schema import AnyPaths, FilePath, NotNegative
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
-from system.files import is_there, write_whole
+from system.files import write_whole
+from tools.card import as_text, card, read_stages, table
 from tools.noise import add_noise_scales
+from tools.recorded import AXES, Run, at, read_runs
 
-AXES = {"step": "steps", "seconds": "seconds of training", "tokens": "tokens"}
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FEW = 30  # a line of at most this many points has markers
@@ -43,47 +42,10 @@ class Arguments:
     out: FilePath = ""
     """The page. Default: report.html in the run's folder, next to the first folder of several runs, or here for one at
     gs://."""
-
-
-class Course(NamedTuple):
-    """Values at steps, in the order of the steps."""
-
-    steps: list[int]
-    values: list[float]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, as its folder records it."""
-
-    name: str
-    folder: str
-    options: dict[str, Any]
-    """By their command-line names."""
-    record: dict[str, Any]
-    """config.json: `config`, `versions`, `devices`, `dataset`, `changes`."""
-    lines: list[dict]
-    """Lines of metrics.jsonl, sorted by step."""
-    summary: dict[str, Any]
-    """Empty if the run is not complete."""
-
-    def course(self, *path: str) -> Course:
-        """Return the finite numbers at this place of the lines, as course("grad_norms", "embed")."""
-        pairs = [(line["step"], at(line, *path)) for line in self.lines]
-        known = [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
-        return Course([step for step, _ in known], [value for _, value in known])
-
-    def names(self, *path: str) -> list[str]:
-        """Return the keys at this place of the lines, as names("grad_norms"): the groups."""
-        return sorted({name for line in self.lines for name in at(line, *path) or ()})
-
-    def along(self, axis: str, steps: list[int]) -> list[float]:
-        """Return the positions of steps on an axis of AXES. Evaluations have no seconds: these are interpolated between
-        logged lines."""
-        if axis == "step":
-            return [float(step) for step in steps]
-        known = self.course(axis)
-        return np.interp(steps, [0, *known.steps], [0.0, *known.values]).tolist()
+    stages: FilePath = ""
+    """The record of a speedrun's stages (stages.tsv of launch/speedrun.sh), whose times the card then shows."""
+    price: NotNegative[float] = 0.0
+    """US dollars a device and hour, for the card. 0: no dollars."""
 
 
 class Plot(NamedTuple):
@@ -117,40 +79,6 @@ PLOTS = (
     Plot("memory", "Peak memory of a device", "bytes", {"peak": "peak_memory_bytes"}),
 )
 MEASURED = ("val_loss", "val_bpb", "loss", "tokens", "seconds", "tokens_per_second", "mfu", "peak_memory_bytes")
-
-
-def at(line: dict, *path: str) -> Any:
-    """Return the value at this place of nested dicts, or None."""
-    value: Any = line
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def read_run(folder: str | Path) -> Run:
-    """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
-    run = folder_to_read(folder)
-    record_file, summary_file = run.fetched() / "config.json", run.fetched() / "summary.json"
-    if not is_there(record_file):
-        raise UserError(f"{run} holds no run (no config.json)")
-    try:
-        record = json.loads(record_file.read_bytes())
-        config = config_from_json(json.dumps(record["config"]))
-    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
-        raise UserError(
-            f"{record_file} is not the record of a run that this version can read ({type(error).__name__}: {error}); "
-            "make its report with the version that trained it"
-        ) from error
-    lines = sorted(run.metrics(), key=lambda line: line["step"])
-    summary = json.loads(summary_file.read_bytes()) if is_there(summary_file) else {}
-    return Run(config.name, run.name, options(config), record, lines, summary)
-
-
-def read_runs(folders: list[str]) -> list[Run]:
-    """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
-    runs = [read_run(folder) for folder in {folder_to_read(folder).path: folder for folder in folders}.values()]
-    names = [run.name for run in runs]
-    return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]
 
 
 def add_ratios(lines: list[dict]) -> None:
@@ -235,13 +163,6 @@ def layout(plot: Plot, lines: list[dict]) -> dict[str, Any]:
     }
 
 
-def as_text(value: Any) -> str:
-    """Return a value as JSON; text stays unquoted, and numbers have five digits."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def facts(run: Run) -> dict[str, str]:
     """Return a run's results and machine, by name."""
     last_step = max((line["step"] for line in run.lines), default=0)
@@ -253,17 +174,6 @@ def facts(run: Run) -> dict[str, str]:
     shown["dataset (fingerprint)"] = run.record["dataset"]
     shown["changes"] = "; ".join(", ".join(change) for change in run.record["changes"])
     return shown
-
-
-def table(runs: list[Run], columns: list[dict[str, str]], differing: bool = False) -> str:
-    """Return a table with a column for each run. `differing`: only rows in which the runs differ."""
-    rows = [["", *(run.name for run in runs)]]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        values = [column.get(name, "") for column in columns]
-        if any(values) and (len(set(values)) > 1 or not differing):
-            rows.append([name, *values])
-    cells = ["".join(f'<td dir="auto">{escape(cell)}</td>' for cell in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def texts(title: str, shown: list[str]) -> str:
@@ -292,7 +202,7 @@ p, h3 { color: #555 } label { margin-right: 1rem }
 table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto }
 td { vertical-align: top; padding: 0.2rem 1.2rem 0.2rem 0; border-bottom: 1px solid #eee }
 pre { padding: 0.5rem; background: #f6f6f4; font-size: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-summary { cursor: pointer; overflow-wrap: anywhere }
+summary { cursor: pointer; overflow-wrap: anywhere } img { max-width: 100%; margin: 1rem 0 }
 .axis { position: sticky; top: 0; z-index: 5; background: #fff; padding: 0.5rem 0 }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(26rem, 1fr)); gap: 0.5rem 2rem }
 .plots section { min-width: 0 } #loss-section { grid-column: 1 / -1 } .plot { height: 20rem }
@@ -313,8 +223,8 @@ draw();
 """
 
 
-def page(runs: list[Run]) -> str:
-    """Return the page, as HTML that fetches nothing."""
+def page(runs: list[Run], price: float = 0.0, stages: Mapping[str, float] | None = None) -> str:
+    """Return the page, as HTML that fetches nothing. `price`, `stages`: of the card."""
     for run in runs:
         add_ratios(run.lines)
         add_noise_scales(run.lines)
@@ -328,7 +238,8 @@ def page(runs: list[Run]) -> str:
     title = escape(", ".join(run.name for run in runs))
     made = escape(f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} from {', '.join(run.folder for run in runs)}")
     all_options = [{name: as_text(value) for name, value in run.options.items()} for run in runs]
-    differing = f"<h2>Options that differ</h2>{table(runs, all_options, differing=True)}" if len(runs) > 1 else ""
+    names = [run.name for run in runs]
+    differing = f"<h2>Options that differ</h2>{table(names, all_options, differing=True)}" if len(runs) > 1 else ""
     radio = '<label><input type="radio" name="axis" value="{}" checked> {}</label>'  # the last one stays checked
     choice = "".join(radio.format(axis, name) for axis, name in AXES.items())
     sections = "".join(
@@ -338,10 +249,11 @@ def page(runs: list[Run]) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <link rel="icon" href="data:,"><style>{CSS}</style><script>{get_plotlyjs()}</script></head>
-<body><h1>{title}</h1><p>{made}</p>{table(runs, [facts(run) for run in runs])}{differing}
+<body><h1>{title}</h1><p>{made}</p>{card(runs, price, stages or {})}
 <h2>Plots</h2><div class="axis">against&ensp;{choice}</div><div class="plots">{sections}</div>
 <h2>Samples and jumps of the loss</h2>{"".join(samples_and_jumps(run) for run in runs)}
-<h2>Options</h2><details><summary>All options</summary>{table(runs, all_options)}</details>
+<h2>Machine and measurements</h2>{table(names, [facts(run) for run in runs])}{differing}
+<h2>Options</h2><details><summary>All options</summary>{table(names, all_options)}</details>
 <script>const report = {data};{SCRIPT}</script></body></html>
 """
 
@@ -351,10 +263,11 @@ def main() -> int:
     if not arguments.runs:
         raise UserError("name at least one run's folder: python -m tools.report runs/small")
     runs = read_runs(list(arguments.runs))
+    stages = read_stages(arguments.stages) if arguments.stages else {}
     folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
     out = Path(arguments.out or (folder if len(runs) == 1 else folder.parent) / "report.html")
     try:
-        write_whole(out, page(runs))
+        write_whole(out, page(runs, arguments.price, stages))
     except OSError as error:
         raise UserError(f"--out={out} cannot be written: {error}") from error
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

@@ -7,12 +7,11 @@
     decay              for elements where it agrees with the update (arXiv:2411.16085)
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule as a function of the step. It
-would also orthogonalise every matrix on every device. Here matrices of one shape are stacked, and an all-to-all
-distributes the stack over all devices: each device orthogonalises complete matrices.
+would also orthogonalise every matrix on every device. Here matrices of one shape are stacked, and dealt to the devices
+(training/deal.py): what needs a complete matrix happens where it is complete, and nothing else crosses the mesh.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num, Shaped
 
 from options.schema import MuonConfig, ScheduleConfig
+from training.deal import Dimensions, collect, deal_out, own_flags
 from training.mesh import resized
-from training.sharded import spec_of
-from training.shares import STORED_ORDER, ShardLayout, joined, parted
+from training.shares import STORED_ORDER, ShardLayout, padded
 
 # From the paper, for five iterations, a safety factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
@@ -59,8 +58,8 @@ def muon(
     mesh: Mesh,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation of a tree of matrices, rate and decay included. The momentum follows the `course` of
-    `rate`. The devices of `mesh` share the work; `layouts` describes how it stores the leaves, padding included. `init`
-    takes matrices without padding."""
+    `rate`. `layouts` describes how `mesh` stores the leaves. `init` takes complete matrices without padding; `update`
+    is for one device, and takes its shares."""
 
     fewer = FEWER_PASSES.get(mesh.devices.flat[0].platform, jax.lax.Precision.HIGHEST)
     precision = fewer if config.products == "fewer_passes" else jax.lax.Precision.HIGHEST
@@ -78,22 +77,18 @@ def muon(
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        stored = structure.unflatten(layouts)
-        directions = structure.unflatten(orthogonalise_all(leaves, layouts, mesh, precision))
-        nu = jax.tree.map(
-            lambda n, d, p: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, p.shape), n.shape),
-            *(state.nu, directions, stored),
-        )
+        on_complete = partial(complete_directions, beta2=config.beta2, precision=precision)
+        directions, seconds = directions_of(leaves, structure.flatten_up_to(state.nu), layouts, mesh, on_complete)
         decay = config.weight_decay * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
         now = rate(step)
 
-        def move(direction: Array, second: Array, param: Array, layout: ShardLayout) -> Array:
-            direction = evened_out(direction, second)
+        def move(direction: Array, param: Array, layout: ShardLayout) -> Array:
             agree = direction * param >= 0
             matrix_rate = now * max(1.0, layout.shape[1] / layout.shape[0]) ** 0.5
             return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
-        return jax.tree.map(move, directions, nu, params, stored), MuonState(mu, nu)
+        moved = map(move, directions, structure.flatten_up_to(params), layouts)
+        return structure.unflatten(moved), MuonState(mu, structure.unflatten(seconds))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
@@ -111,72 +106,99 @@ def momentum_at(
     return risen + fall * (config.momentum_final - risen)
 
 
-def orthogonalise_all(
-    matrices: list[Float[Array, "..."]],
+class Stack(NamedTuple):
+    """Matrices of one shape, stored alike when the tall ones are transposed, so that stacking them sends nothing."""
+
+    indices: list[int]
+    """Their positions among all matrices."""
+    shape: tuple[int, ...]
+    """[short, long], without padding."""
+    dimensions: Dimensions
+
+
+def stacks_of(layouts: Sequence[ShardLayout], mesh: Mesh) -> list[Stack]:
+    """Return the stacks of the matrices with these layouts."""
+    stacks: dict[tuple, Stack] = {}
+    for i, layout in enumerate(layouts):
+        turned = slice(None, None, -1 if is_tall(layout) else 1)
+        shape, stored, spec = layout.shape[turned], layout.stored[turned], layout.spec[turned]
+        # Axes of one device divide nothing, and separate no stacks.
+        place = {axis: at for at, names in enumerate(spec) for axis in names if mesh.shape[axis] > 1}
+        dimensions = {axis: place[axis] for axis in STORED_ORDER if axis in place}
+        # But JAX tells an array that varies over such an axis from one that does not.
+        varying = frozenset(axis for names in spec for axis in names)
+        key = shape, stored, tuple(dimensions.items()), varying
+        stacks.setdefault(key, Stack([], shape, dimensions)).indices.append(i)
+    return list(stacks.values())
+
+
+def is_tall(layout: ShardLayout) -> bool:
+    """Return whether a matrix has more inputs than outputs."""
+    return layout.shape[0] > layout.shape[1]
+
+
+def directions_of(
+    matrices: Sequence[Float[Array, "..."]],
+    seconds: Sequence[Float[Array, "..."]],
     layouts: Sequence[ShardLayout],
     mesh: Mesh,
+    on_complete: Callable,
+) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
+    """Return, for one device, its shares of the directions and of the new second moments, from its shares of the
+    matrices and of their second moments. `on_complete` is `complete_directions`. The devices of `mesh` share the work:
+    each gets some complete matrices of each stack."""
+    directions: list[Any] = [None] * len(matrices)
+    new_seconds: list[Any] = [None] * len(matrices)
+    for indices, shape, dimensions in stacks_of(layouts, mesh):
+        tall = [is_tall(layouts[i]) for i in indices]
+        stack = jnp.stack([matrices[i].T if turned else matrices[i] for i, turned in zip(indices, tall)])
+        # All axes that divide a matrix divide its second moments' one dimension.
+        along = dict.fromkeys(dimensions, 0)
+        second = jnp.stack([seconds[i].ravel() for i in indices])
+        stack, second, flags = (filled(array, mesh.size) for array in (stack, second, jnp.array(tall)))
+        direction, new_second = on_complete(
+            deal_out(stack, dimensions, shape), deal_out(second, along, shape[1:]), own_flags(flags, dimensions)
+        )
+        direction = collect(direction, dimensions, stack.shape[1:])
+        new_second = collect(new_second, along, second.shape[1:])
+        for i, turned, of_matrix, of_second in zip(indices, tall, direction, new_second):
+            directions[i] = of_matrix.T if turned else of_matrix
+            new_seconds[i] = of_second.reshape(seconds[i].shape)
+    return directions, new_seconds
+
+
+def filled(stack: Shaped[Array, "..."], devices: int) -> Shaped[Array, "..."]:
+    """Return a stack with as many arrays of zeros at its end as `devices` need to have equal parts."""
+    return resized(stack, (padded(len(stack), devices), *stack.shape[1:]))
+
+
+def complete_directions(
+    x: Float[Array, "count short long"],
+    second: Float[Array, "count long"],
+    tall: Bool[Array, "count"],
+    beta2: float,
     precision: Any = jax.lax.Precision.HIGHEST,
-) -> list[Float[Array, "..."]]:
-    """Return an approximation of each matrix's nearest orthogonal one. Tall matrices are transposed. Those stored alike
-    then make a stack, so stacking sends nothing, and all devices share the stack."""
-    stacks: dict[tuple, list[int]] = defaultdict(list)
-    turn = [slice(None, None, -1 if layout.shape[0] > layout.shape[1] else 1) for layout in layouts]
-    for i, (layout, turned) in enumerate(zip(layouts, turn)):
-        # Axes of one device divide nothing, and separate no stacks.
-        spec = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in layout.spec[turned])
-        stacks[layout.shape[turned], layout.stored[turned], spec].append(i)
-    results: list[Any] = [None] * len(matrices)
-    for (shape, stored, spec), indices in stacks.items():
-        equal = [_equal_outputs(matrices[i], layouts[i].shape) for i in indices]
-        stack = jnp.stack([matrix.T if turn[i].step < 0 else matrix for i, matrix in zip(indices, equal)])
-        if mesh.size > 1:
-            stack = jnp.pad(stack, ((0, -len(indices) % mesh.size), (0, 0), (0, 0)))
-            oriented = ShardLayout((0, *shape), (None,) * 3, (0, *stored), ((), *spec))
-            dealt = partial(orthogonalise_dealt, layout=oriented, mesh=mesh, precision=precision)
-            specs = spec_of(oriented)
-            stack = jax.shard_map(dealt, mesh=mesh, in_specs=specs, out_specs=specs)(stack)
-        else:
-            stack = orthogonalise(stack, precision)
-        for i, result in zip(indices, stack):
-            results[i] = result.T if turn[i].step < 0 else result
-    return results
+) -> tuple[Float[Array, "count short long"], Float[Array, "count long"]]:
+    """Return the directions and the new second moments of complete matrices. The `tall` ones are transposed."""
+    direction = orthogonalise(equal_outputs(x, tall), precision)
+    second = beta2 * second + (1 - beta2) * jnp.mean(direction**2, axis=1)
+    return evened_out(direction, second), second
 
 
-def orthogonalise_dealt(
-    x: Float[Array, "count short_share long_share"], layout: ShardLayout, mesh: Mesh, precision: Any
-) -> Float[Array, "count short_share long_share"]:
-    """Orthogonalise, on one device: turn its shares of all matrices into some complete ones, orthogonalise these
-    without padding, and turn them back into shares.
+def equal_outputs(x: Float[Array, "count short long"], tall: Bool[Array, "count"]) -> Float[Array, "count short long"]:
+    """Return matrices with every output scaled to the root mean square norm of the outputs, which are the rows of the
+    `tall` ones, since these are transposed, and the columns of others."""
 
-    One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
-    it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
-    """
-    named = {axis for names in layout.spec for axis in names}
-    divided = tuple(axis for axis in STORED_ORDER if axis in named)
-    undivided = [axis for axis in STORED_ORDER if axis not in named and mesh.shape[axis] > 1]
-    factors = [(mesh.shape[axis], layout.dimension(axis) - 1) for axis in divided]
-    if divided:
-        parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)
-        parts = parts.reshape(jax.lax.axis_size(divided), -1, *x.shape[1:])
-        x = jax.vmap(lambda parts: joined(parts, factors), 1)(parts)
-    for axis in undivided:
-        size = x.shape[0] // jax.lax.axis_size(axis)
-        x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
-    x = orthogonalise(resized(x, (len(x), *layout.shape[1:])), precision)
-    x = resized(x, (len(x), *layout.stored[1:]))
-    for axis in reversed(undivided):
-        x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
-    if divided:
-        parts = jax.vmap(lambda matrix: parted(matrix, factors), out_axes=1)(x)
-        x = jax.lax.all_to_all(parts.reshape(-1, *parts.shape[2:]), divided, 0, 0, tiled=True)
-    return x
+    def factors(along: int) -> Array:
+        norms = jnp.linalg.norm(x, axis=along, keepdims=True)
+        return matrix_norm(x) / math.sqrt(norms.size // len(x)) / jnp.maximum(norms, 1e-6)
+
+    return x * jnp.where(tall[:, None, None], factors(2), factors(1))
 
 
-def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "inputs outputs"]:
-    """Return the matrix with every output's column scaled to the root mean square norm of the columns, `shape[1]` of
-    them without padding."""
-    norms = jnp.linalg.norm(matrix, axis=0, keepdims=True)
-    return matrix * (jnp.linalg.norm(matrix) / math.sqrt(shape[1]) / jnp.maximum(norms, 1e-6))
+def matrix_norm(x: Float[Array, "count short long"]) -> Float[Array, "count 1 1"]:
+    """Return each matrix's Frobenius norm."""
+    return jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
 
 
 def orthogonalise(
@@ -184,8 +206,7 @@ def orthogonalise(
 ) -> Float[Array, "count short long"]:
     """Bring singular values near 1 by Polar Express, then the Frobenius norm to the norm for singular values of 1.
     Compute in float32 on every platform, unless `precision` says otherwise; nanochat uses bfloat16."""
-    norm = partial(jnp.linalg.norm, axis=(1, 2), keepdims=True)
-    x = x / (1.01 * norm(x) + 1e-6)
+    x = x / (1.01 * matrix_norm(x) + 1e-6)
     # Five iterations amplify rounding: in bfloat16, gradients that differ by 1e-6 give updates that differ by 3%.
     product = partial(jnp.matmul, precision=precision)
 
@@ -196,18 +217,12 @@ def orthogonalise(
 
     # A scan, since each product at this precision is six on a TPU, and five copies of them take long to compile.
     x, _ = jax.lax.scan(iterate, x, jnp.array(POLAR_EXPRESS, jnp.float32))
-    return x * (math.sqrt(x.shape[1]) / jnp.maximum(norm(x), 1e-6))
-
-
-def _along_short_side(direction: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return the mean square along the shorter side of a matrix with `shape` without padding."""
-    return jnp.sum(direction**2, axis=0 if shape[1] >= shape[0] else 1, keepdims=True) / min(shape)
+    return x * (math.sqrt(x.shape[1]) / jnp.maximum(matrix_norm(x), 1e-6))
 
 
 def evened_out(
-    direction: Float[Array, "inputs outputs"], second: Float[Array, "..."]
-) -> Float[Array, "inputs outputs"]:
-    """Divide each row or column by the root of its second moment, and keep the norm of the matrix."""
-    along = [1 if size == 1 else full for size, full in zip(second.shape, direction.shape)]
-    scaled = direction * jax.lax.rsqrt(jnp.maximum(resized(second, along), 1e-10))
-    return scaled * (jnp.linalg.norm(direction) / jnp.maximum(jnp.linalg.norm(scaled), 1e-10))
+    direction: Float[Array, "count short long"], second: Float[Array, "count long"]
+) -> Float[Array, "count short long"]:
+    """Divide each column by the root of its second moment, and keep the norm of each matrix."""
+    scaled = direction * jax.lax.rsqrt(jnp.maximum(second, 1e-10))[:, None]
+    return scaled * (matrix_norm(direction) / jnp.maximum(matrix_norm(scaled), 1e-10))

@@ -76,6 +76,21 @@ def shard_layout(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Ma
     return min(map(way, product(range(len(shape)), repeat=len(DATA_AXES))), key=cost)
 
 
+def summed_layout(layout: ShardLayout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> ShardLayout:
+    """Return how a mesh of these `sizes` stores a number for each row or column of a matrix with this layout, in an
+    array of `shape` [rows, 1] or [1, columns]: every axis that divides the matrix divides its longer dimension."""
+    divided = tuple(axis for axis in STORED_ORDER if any(axis in names for names in layout.spec))
+    along = shape.index(max(shape))
+    spec = tuple(divided if i == along else () for i in range(len(shape)))
+    stored = tuple(padded(size, prod(sizes[axis] for axis in names)) for size, names in zip(shape, spec))
+    return ShardLayout(shape, (None,) * len(shape), stored, spec)
+
+
+def copies(layout: ShardLayout, sizes: Mapping[str, int]) -> int:
+    """Return how many devices of a mesh of these `sizes` hold the same share."""
+    return prod(size for axis, size in sizes.items() if all(axis not in names for names in layout.spec))
+
+
 def padded(size: int, divisor: int) -> int:
     """Return the smallest multiple of `divisor` that is at least `size`."""
     return -(-size // divisor) * divisor

@@ -13,13 +13,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
 from model.gpt import GPT, map_parameters, parameter_shapes
-from model.kernels import has_bfloat16
-from model.parallel import compute_capability
+from model.keys import random_key
 from options.schema import ModelConfig
 from training.mesh import resized
 from training.optimizer import path_name
 from training.sharded import ShardedNetwork, abstract_array
-from training.shares import shard_layout
+from training.shares import shard_layout, summed_layout
 
 T = TypeVar("T")
 
@@ -37,31 +36,24 @@ class TrainState(NamedTuple):
     """Steps skipped so far: no valid token, or a gradient that is not finite."""
 
 
-def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """Return the type of activations: as configured; for `auto`, bfloat16, except float32 if that is no slower, and on
-    GPUs before Ampere, which have no bfloat16."""
-    if config.dtype == "auto":
-        float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
-        lacks_bfloat16 = not has_bfloat16(platform, compute_capability())
-        return jnp.dtype("float32" if float32_is_as_fast or lacks_bfloat16 else "bfloat16")
-    return jnp.dtype(config.dtype)
-
-
 def abstract_state(network: ShardedNetwork, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the stored shapes, types and shardings of the state.
 
-    A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
-    replicated.
+    A moment is divided as its parameter; one that summed a dimension to one number, along the other one, over all axes
+    that divide its parameter. Single numbers are replicated.
     """
-    layouts = jax.tree_util.tree_leaves_with_path(network.layouts)
-    axes = {_keys(path): layout.axes for path, layout in layouts}
+    mesh = network.mesh
+    layouts = {_keys(path): layout for path, layout in jax.tree_util.tree_leaves_with_path(network.layouts)}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # The path of a moment ends with its parameter's.
-        divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
-        divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
-        return abstract_array(network.mesh, leaf.dtype, shard_layout(leaf.shape, divided, network.mesh.shape))
+        layout = next((layouts[keys[i:]] for i in range(len(keys)) if keys[i:] in layouts), None)
+        if layout is None:
+            layout = shard_layout(leaf.shape, (None,) * leaf.ndim, mesh.shape)
+        elif leaf.shape != layout.shape:
+            layout = summed_layout(layout, leaf.shape, mesh.shape)
+        return abstract_array(mesh, leaf.dtype, layout)
 
     params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), network.config)
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
@@ -77,7 +69,7 @@ def create_state(network: ShardedNetwork, optimizer: optax.GradientTransformatio
     abstract = abstract_state(network, optimizer)
 
     def create() -> TrainState:
-        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(random_key(seed)))
         state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
         return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 

@@ -10,7 +10,7 @@ Everything up to the reduction is written for one device (`jax.shard_map`), so t
 model/parallel.py decide what crosses the mesh, and when. No compiler pass does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -22,13 +22,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from model.gpt import GPT
+from model.keys import random_key
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
 from options.schema import BATCH_AXES, DATA_AXES, Config
 from training.mesh import ROWS, xla_options
 from training.optimizer import Schedule, parameter_groups
 from training.sharded import ShardedNetwork
-from training.shares import on_each_device
+from training.shares import copies, on_each_device
 from training.state import TrainState
 
 
@@ -130,7 +131,7 @@ def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dic
 def dropout_keys(seed: int, step: Int[Array, ""], shape: tuple[int, int]) -> Key[Array, "K B"]:
     """Return a random key for each of a step's rows [K, B]. It is a function of seed, step and the row's number in the
     step, so it depends neither on the number of micro-batches nor on the mesh."""
-    of_step = jax.random.fold_in(jax.random.key(seed), step)
+    of_step = jax.random.fold_in(random_key(seed), step)
     return jax.vmap(partial(jax.random.fold_in, of_step))(jnp.arange(prod(shape))).reshape(shape)
 
 
@@ -138,16 +139,13 @@ def apply_update(
     state: TrainState,
     sums: StepSums,
     optimizer: optax.GradientTransformationExtraArgs,
-    groups: Sequence[str],
+    network: ShardedNetwork,
     clip_norm: float,
 ) -> Update:
-    """Divide, clip and update. A step without a valid token, or with a gradient that is not finite, changes only the
-    counts. `groups`: the group of each parameter, in the tree's order."""
+    """Divide, clip and update, on one device's shares. A step without a valid token, or with a gradient that is not
+    finite, changes only the counts."""
     gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), sums.gradients)
-    by_group: dict[str, list[Array]] = {name: [] for name in sorted(set(groups))}
-    for name, leaf in zip(groups, jax.tree.leaves(gradients)):
-        by_group[name].append(leaf)
-    grad_norms = {name: optax.tree.norm(leaves) for name, leaves in by_group.items()}
+    grad_norms = group_norms(gradients, network)
     grad_norm = optax.tree.norm(grad_norms)
     sound = (sums.tokens > 0) & jnp.isfinite(grad_norm)
     clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
@@ -159,6 +157,16 @@ def apply_update(
     )
     after = TrainState(state.step + 1, params, opt_state, state.skipped_steps + jnp.where(sound, 0, 1))
     return Update(after, gradients, grad_norms, grad_norm, clip, updates)
+
+
+def group_norms(gradients: dict, network: ShardedNetwork) -> dict[str, Float[Array, ""]]:
+    """Return the norm of each group's gradient, from one device's shares, in one sum over the mesh."""
+    groups = jax.tree.leaves(parameter_groups(network.config))
+    squares: dict[str, Array] = {name: jnp.float32(0) for name in sorted(set(groups))}
+    for name, leaf, layout in zip(groups, jax.tree.leaves(gradients), jax.tree.leaves(network.layouts)):
+        squares[name] += jnp.sum(jnp.square(leaf)) / copies(layout, network.mesh.shape)
+    sums = psum(jnp.stack(list(squares.values())), (*BATCH_AXES, "tensor"))
+    return dict(zip(squares, jnp.sqrt(sums)))
 
 
 def make_train_step(
@@ -178,11 +186,16 @@ def make_train_step(
     whether each execution must give the same bits on GPUs too.
     """
     mesh, specs, replicated = network.mesh, network.specs, PartitionSpec()
-    groups = jax.tree.leaves(parameter_groups(network.config))
+    state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_state)
     stacked = PartitionSpec(DATA_AXES, "fsdp", "tensor")
-    on_device = partial(gradient_sums, network=network, measured=measure is not None)
-    out_specs = StepSums(replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
-    sums_of = on_each_device(on_device, mesh, network.dtype, (specs, ROWS), out_specs)
+
+    def on_device(state: TrainState, batch: Batch) -> tuple[StepSums, Update]:
+        sums = gradient_sums(state.params, batch, network, measured=measure is not None)
+        return sums, apply_update(state, sums, optimizer, network, config.optimizer.clip_norm)
+
+    of_sums = StepSums(replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
+    of_update = Update(state_specs, specs, replicated, replicated, replicated, specs)  # pyright: ignore
+    step_of = on_each_device(on_device, mesh, network.dtype, (state_specs, ROWS), (of_sums, of_update))
     # Shardings are given, since the compiler could choose others, which the next step would not accept.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
     options = xla_options(mesh, config.deterministic)
@@ -192,8 +205,7 @@ def make_train_step(
         if network.config.dropout:
             micro_batches, rows, _ = batch["inputs"].shape
             batch = {**batch, "dropout_keys": dropout_keys(config.seed, state.step, (micro_batches, rows))}
-        sums = sums_of(state.params, batch)
-        update = apply_update(state, sums, optimizer, groups, config.optimizer.clip_norm)
+        sums, update = step_of(state, batch)
         metrics = {
             "loss": sums.loss / jnp.maximum(sums.tokens, 1),
             "grad_norm": update.grad_norm,

@@ -129,7 +129,7 @@ def test_several_requests_are_answered_at_once_and_those_beyond_the_queue_refuse
 
 
 def test_others_are_answered_while_long_texts_become_tokens(monkeypatch):
-    """There are more long texts than asyncio has threads."""
+    """There are more long texts than asyncio has threads, and as many as may wait."""
     engine, begun, finish = FakeEngine(endless), [], threading.Event()
 
     def slow(*arguments, **options):
@@ -142,6 +142,9 @@ def test_others_are_answered_while_long_texts_become_tokens(monkeypatch):
         monkeypatch.setattr("serving.request.render", slow)
         others = [pool.submit(ask, client, max_tokens=1) for _ in range(40)]
         wait_until(lambda: len(begun) == min(32, (os.cpu_count() or 1) + 4) and load(client) == (1, 40))
+        with pytest.raises(openai.RateLimitError):
+            ask(client)
+        assert len(begun) == min(32, (os.cpu_count() or 1) + 4)  # the refused one's text was not read
         (answer,) = engine.active
         before = len(answer.tokens)
         wait_until(lambda: len(answer.tokens) > before + 100)

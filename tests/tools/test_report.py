@@ -13,7 +13,7 @@ from system.exits import exit_code_of
 from tests.chromium import PROGRAM, Chromium
 from tests.helpers import tiny_config
 from tests.run_folders import write_run
-from tools import report
+from tools import recorded, report
 from training.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +80,10 @@ def test_a_plot_that_would_be_empty_is_left_out(tmp_path):
     """A run without diagnostics has the batch, but no noise scale to compare with it; microseconds of waiting are no
     line to see."""
     folder = write_run(tmp_path / "run", diagnostics=False, line={"data_wait": 2e-6})
-    page = report.page([report.read_run(folder)])
+    page = report.page([recorded.read_run(folder)])
     assert 'id="noise"' not in page and 'id="waiting"' not in page and 'id="loss"' in page
     others = [write_run(tmp_path / name, name=name, line={"data_wait": 0.02}) for name in ("one", "two")]
-    page = report.page([report.read_run(other) for other in others])
+    page = report.page([recorded.read_run(other) for other in others])
     assert 'id="noise"' in page and 'id="waiting"' in page
 
 
@@ -92,7 +92,7 @@ def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
     measured = jax.tree.map(lambda _: 1.0, metrics["diagnostics"])
-    read = report.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": measured}))
+    read = recorded.read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": measured}))
     report.page([read])
     plots = [plot for plot in report.PLOTS if any(place.startswith("diagnostics") for place in plot.lines.values())]
     assert len(plots) == 4 and all(report.traces(plot, [read]) for plot in plots)
@@ -120,7 +120,7 @@ def test_a_run_that_has_logged_nothing_has_a_page(tmp_path, monkeypatch):
 def test_a_record_that_cannot_be_read_is_refused_by_name(tmp_path, text, problem):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as error:
-        report.read_run(tmp_path)
+        recorded.read_run(tmp_path)
     assert problem in str(error.value) and str(tmp_path) in str(error.value)
 
 

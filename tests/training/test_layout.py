@@ -16,13 +16,12 @@ from options.schema import BATCH_AXES, DATA_AXES, MeshConfig
 from options.validation import resolved
 from training.mesh import batch_devices, data_parts, make_mesh, resized
 from training.sharded import spec_of
-from training.shares import all_gather_data, reduce_scatter_data, shard_layout
+from training.shares import ShardLayout, all_gather_data, reduce_scatter_data, shard_layout, summed_layout
 
 
-def numbers_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: dict[str, int]) -> int:
-    """Return how many numbers of an array a device stores, padding included."""
-    placed = shard_layout(shape, axes, sizes)
-    return prod(placed.stored) // prod(sizes[name] for names in placed.spec for name in names)
+def numbers_in(layout: ShardLayout, sizes: dict[str, int]) -> int:
+    """Return how many numbers of an array with this layout a device stores, padding included."""
+    return prod(layout.stored) // prod(sizes[name] for names in layout.spec for name in names)
 
 
 def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: int, nodes: int) -> float:
@@ -30,14 +29,12 @@ def memory_ratio(parameters: list[tuple[Parameter, int]], is_muon: bool, data: i
     sizes = {**dict(zip(DATA_AXES, data_parts(data, nodes))), "fsdp": 1, "tensor": 1}
     stored = promised = 0
     for p, count in parameters:
-        share = numbers_of(p.shape, p.axes, sizes)
-        second = share
+        layout = shard_layout(p.shape, p.axes, sizes)
+        share = second = numbers_in(layout, sizes)
         if is_muon and p.group == "matrices":
             inputs, outputs = p.shape
-            rows = outputs < inputs
-            second = numbers_of(
-                *(((inputs, 1), (p.axes[0], None)) if rows else ((1, outputs), (None, p.axes[1]))), sizes
-            )
+            shape = (inputs, 1) if outputs < inputs else (1, outputs)
+            second = numbers_in(summed_layout(layout, shape, sizes), sizes)
             promised -= count * p.size
         stored += count * (2 * share + second)
         promised += 3 * count * p.size

@@ -12,6 +12,10 @@ import numpy as np
 from training.build import Build
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "collective-broadcast")
+MEGASCALE = {"ONE_TO_ONE": "collective-permute"}
+"""Kinds of transfers between TPU slices that are named otherwise than in KINDS."""
+WRITTEN = re.compile("psum|psum_invariant|reduce_scatter|all_gather|all_gather_invariant|all_to_all|pmax|ppermute")
+"""JAX's operations that become collectives."""
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
 CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
@@ -30,12 +34,14 @@ class Collective(NamedTuple):
 
     kind: str  # one of KINDS
     dtype: str  # f32, bf16, ...
-    axes: tuple[str, ...]  # those along which devices of one of its groups differ
+    axes: tuple[str, ...]  # those along which devices of one of its groups differ; SLICES between TPU slices
     in_loop: bool  # in the scan over micro-batches or any other loop
     times: int  # executions a step
     bytes_each: int  # payload of one execution on one chip
+    written: bool = True  # in the code; False if XLA's partitioner added it
 
 
+SLICES = ("slices",)
 Program = dict[str, list[Instruction]]
 
 
@@ -113,7 +119,9 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     """Return the collectives of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
 
     `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups are positions in `mesh.devices.flat`. Asynchronous
-    ones count once, and groups of one device do not count. Raise ValueError for one in a loop without a trip count.
+    ones count once, and groups of one device do not count. What a chip sends to other TPU slices is a `send`, with the
+    bytes of its operand, and the program does not say along which axes. Raise ValueError for a collective in a loop
+    without a trip count.
     """
     program, entry = read_program(hlo_text)
     collectives, seen = [], set()
@@ -121,20 +129,35 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
         types = {instruction.name: instruction.type for instruction in program[name]}
         for instruction in program[name]:
             kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
+            between_slices = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes) if kind == "send" else None
             # XLA:TPU repeats a collective in each fusion that it overlaps with, as links of a chain.
             chain = re.search(r'chain_id="\d+"', attributes)
-            if kind not in KINDS or (chain and (caller, chain[0]) in seen):
+            if not (kind in KINDS or between_slices) or (chain and (caller, chain[0]) in seen):
                 continue
             seen.add((caller, chain and chain[0]))
-            groups = replica_groups(attributes, prod(mesh_shape.values()))
             operands = [types[operand] for operand in names(instruction.operands)]
-            size = sum(map(type_bytes, operands)) * (len(groups[0]) if kind == "all-gather" else 1)
+            if between_slices:
+                kind = MEGASCALE.get(between_slices[1], between_slices[1].lower().replace("_", "-"))
+                axes, operands, members = SLICES, operands[:1], 1  # without the token that orders it
+            else:
+                groups = replica_groups(attributes, prod(mesh_shape.values()))
+                axes, members = axes_crossed(groups, mesh_shape), len(groups[0])
+            size = sum(map(type_bytes, operands)) * (members if kind == "all-gather" else 1)
             dtype = "+".join(sorted({operand.split("[")[0] for operand in operands}))
-            if axes := axes_crossed(groups, mesh_shape):
+            if axes:
                 if times is None:
                     raise ValueError(f"the trip count of the loop around {name} is not in the program")
-                collectives.append(Collective(kind, dtype, axes, in_loop, times, size))
+                collectives.append(Collective(kind, dtype, axes, in_loop, times, size, is_written(attributes)))
     return collectives
+
+
+def is_written(attributes: str) -> bool:
+    """Return whether a collective is one of the code's own. XLA's partitioner marks what it adds, or names it after the
+    operation that needs it."""
+    if 'is_spmd_generated="true"' in attributes:
+        return False
+    named = re.search(r'op_name="(?:[^"]*/)?([^"/]*)"', attributes)
+    return named is None or WRITTEN.fullmatch(named[1]) is not None
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:

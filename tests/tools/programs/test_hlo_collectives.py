@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import optax
 import pytest
 
 from bench import collectives as command
@@ -12,6 +13,7 @@ from model.gpt import parameter_counts
 from options.schema import DATA_AXES, MeshConfig
 from tests.helpers import built_on, tiny_config
 from tools.programs.compiled import (
+    SLICES,
     Collective,
     axes_crossed,
     collectives,
@@ -19,6 +21,7 @@ from tools.programs.compiled import (
     replica_groups,
 )
 from training.mesh import sizes_of
+from training.shares import on_each_device
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -106,17 +109,27 @@ backend_config={"known_trip_count":{"n":"5"}}
   %cps = (f32[16]{0}, f32[16]{0}, u32[], u32[]) collective-permute-start(%r), source_target_pairs={{0,2},{2,0}}
   %cpd = f32[16]{0} collective-permute-done(%cps)
   %alone = f32[16]{0} all-reduce(%r), channel_id=1, replica_groups=[8,1]<=[8]
+  %norm = f32[16]{0} all-reduce(%r), channel_id=1, replica_groups=[4,2]<=[8], metadata={op_name="jit(f)/reduce_sum"}
+  %token = token[] after-all()
+  %sent = (f32[16]{0}, u32[]{:S(2)}, token[]) send(%r, %token), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="all_to_all.1_0",_xla_megascale_transfer_type="ALL_TO_ALL"}
+  %moved = (f32[16]{0}, u32[]{:S(2)}, token[]) send(%r, %token), channel_id=3, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_transfer_type="ONE_TO_ONE",is_spmd_generated="true"}
   ROOT %out = f32[16]{0} add(%cpd, %alone)
 }
 """
 
 
 def test_every_kind_counts_once_with_its_bytes_and_its_loops():
+    """XLA's partitioner made a reduction of a divided array, and moved one between slices."""
     everywhere = ("data", "fsdp", "tensor")
     expected = [
         Collective("all-reduce", "f32+s32", everywhere, False, 1, 68),
         Collective("all-gather", "f32", ("data",), False, 1, 128),
         Collective("collective-permute", "f32", ("fsdp",), False, 1, 64),
+        Collective("all-reduce", "f32", ("tensor",), False, 1, 64, written=False),
+        Collective("all-to-all", "f32", SLICES, False, 1, 64),
+        Collective("collective-permute", "f32", SLICES, False, 1, 64, written=False),
         Collective("all-reduce", "f32", ("data",), True, 15, 64),
         Collective("all-gather", "bf16", ("tensor",), True, 5, 32),
         Collective("reduce-scatter", "f32", ("tensor",), False, 1, 256),
@@ -186,6 +199,24 @@ def test_the_program_passes_the_step_and_fails_one_that_reduces_every_micro_batc
     assert re.search(r"FAIL: all-reduce over data in the loop: 3 times a step", capsys.readouterr().out)
 
 
+@pytest.mark.medium
+def test_the_program_fails_a_step_with_a_collective_that_the_code_does_not_name(monkeypatch, capsys):
+    """XLA's partitioner would sum the squares of a divided gradient."""
+
+    def with_norm(*arguments):
+        step_of = on_each_device(*arguments)
+
+        def with_its_norm(state, batch):
+            sums, update = step_of(state, batch)
+            return sums, update._replace(grad_norm=optax.tree.norm(update.gradients))
+
+        return with_its_norm
+
+    monkeypatch.setattr("training.step.on_each_device", with_norm)
+    assert run_main(monkeypatch, "--micro_batches=2") == 1
+    assert re.search(r"FAIL: all-reduce over data is not in the code: 1 times", capsys.readouterr().out)
+
+
 @pytest.fixture
 def on_tpu(monkeypatch, capsys):
     """Return the program's output for a config on a TPU slice."""
@@ -228,10 +259,10 @@ def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
     width = 64 * 2  # one head, and one block with value embeddings
     gates = 12 + 24 + 1 + 1 + 2 * 2
     assert gradients == 4 * ((2 + 1) * 2048 * width + 2 * 12 * width**2 + gates)
-    assert gradients <= reduced < gradients + 1e6  # and the norms for Muon
+    assert gradients <= reduced < gradients + 1024
     rows = [line.split() for line in output.splitlines() if " data " in line]
     assert {row[3] for row in rows} == {"once"}
     dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
     # Each of the 16 chips receives one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1],
-    # padded to 16, or zeros. It sends them back.
-    assert dealt == 2 * 4 * (width**2 + 4 * width**2 + 16)
+    # padded to 16, or zeros, each with the second moments of its longer side. It sends them back.
+    assert dealt == 2 * 4 * ((width + 1) * width + (width + 1) * 4 * width + 2 * 16)
