@@ -9,6 +9,9 @@ from bench.preparation import Program, Text, tokensum, write_text
 from data.prepare.preparation import Preparation, prepare
 from tests.data.preparations import facts_of, write_files
 
+NAMES = ("tokensum: tokens", "nanochat: tokens")
+CONTENTS = {f"{i}.txt": " ".join(map(str, range(1000 * i, 1000 * i + 2000))) for i in range(10)}
+
 
 def test_the_table_has_medians_by_program_and_names_those_that_are_missing(tmp_path, monkeypatch, capsys):
     turns = iter([(1.0, 2.0), (4.0, 5.0), (2.0, 4.0)] * 99)
@@ -18,7 +21,7 @@ def test_the_table_has_medians_by_program_and_names_those_that_are_missing(tmp_p
             raise ImportError(f"no module for {program.name}")
         return next(turns)
 
-    source = write_files(tmp_path, {f"{i}.txt": " ".join(map(str, range(1000 * i, 1000 * i + 2000))) for i in range(10)})
+    source = write_files(tmp_path, CONTENTS)
     monkeypatch.setattr(preparation, "measured", measured)
     monkeypatch.setattr(preparation, "programs", lambda *_: (Program(name, 8.0, "MB", len, ()) for name in NAMES))
     monkeypatch.setattr(sys, "argv", ["preparation", f"--source={source}", "--vocab_size=300", "--rounds=3"])
@@ -28,17 +31,13 @@ def test_the_table_has_medians_by_program_and_names_those_that_are_missing(tmp_p
     assert "not here: nanochat: tokens (no module for nanochat: tokens)" in printed
 
 
-NAMES = ("tokensum: tokens", "nanochat: tokens")
-
-
 def test_every_program_reads_the_same_documents(tmp_path):
-    contents = {f"{i}.txt": " ".join(map(str, range(1000 * i, 1000 * i + 2000))) for i in range(10)}
-    source = write_files(tmp_path / "source", contents)
+    source = write_files(tmp_path / "source", CONTENTS)
     text = Text(tmp_path)
     megabytes = write_text(source, text)
-    assert megabytes == sum(map(len, contents.values())) / 1e6
+    assert megabytes == sum(map(len, CONTENTS.values())) / 1e6
     tables = [pyarrow.parquet.read_table(path) for path in sorted(text.parquet.iterdir())]
-    assert sorted(one for table in tables for one in table["text"].to_pylist()) == sorted(contents.values())
+    assert sorted(one for table in tables for one in table["text"].to_pylist()) == sorted(CONTENTS.values())
     prepare(Preparation(source=str(text.parquet), vocab_size=300), text.prepared)
     before = {path.parent for path in tmp_path.rglob("dataset.json")}
     tokensum(text, 1, 0)()
