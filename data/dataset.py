@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Text:
     train: list[Rows]
     val: list[Rows]
     mixture: Mixture
-    """The dataset of each training row."""
+    """The dataset of each training row of a new run."""
     tokenizer: TextTokenizer
     document_bos: int | None
     """The token that begins documents, if attention is restricted to them (`mask_documents`)."""
@@ -81,6 +81,10 @@ class Text:
         words = re.match(r"\s*(\S+\s+){0,3}\S+|", self.tokenizer.decode(body).rstrip("\ufffd"))
         return words[0][:40] if words else ""
 
+    def continued(self, record: dict[str, Any] | None, tokens: int) -> "Text":
+        """Return the text of a run after `tokens` tokens, from the record of its mixture; None: it is new."""
+        return replace(self, mixture=self.mixture.continued(record, tokens)) if record else self
+
     def epochs(self, rows: int) -> dict[str, float]:
         """Return the epochs of each dataset in the first `rows` rows of a run, by the datasets' shortest names."""
         shown = shortest(self.names)
@@ -90,9 +94,11 @@ class Text:
         """Return the complete steps of `rows` rows in these epochs of all datasets, at least one."""
         return max(int(epochs * sum(map(len, self.train))) // rows, 1)
 
-    def outlook_message(self, rows: int, length: int) -> str:
-        """Return a line on the tokens of a run of `rows` rows, and the epochs of each dataset."""
-        parts = [f"{name} {taken:.3g} time{'s' * (taken != 1)}" for name, taken in self.epochs(rows).items()]
+    def outlook_message(self, rows: int, length: int, tokens: int, mixture: dict[str, Any] | None) -> str:
+        """Return a line on the tokens of a run of `rows` rows, and the epochs of each dataset, for a run that continues
+        a recorded mixture after `tokens` tokens."""
+        epochs = self.continued(mixture, tokens).epochs(rows)
+        parts = [f"{name} {taken:.3g} time{'s' * (taken != 1)}" for name, taken in epochs.items()]
         return f"in {rows * length:,} tokens the run goes through " + "; ".join(parts)
 
 
@@ -178,11 +184,10 @@ def open_text(
     if len({*prints}) < len(prints):
         raise UserError(f"--data.source={config.source}: a text is named twice: give it the sum of its shares")
     fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((shares, prints)).encode()).hexdigest()[:16]
+    mixture = Mixture(dict(zip(prints, shares)), length)
     document_bos = tokenizer.bos if config.mask_documents else None
     documents = sum(dataset.val_documents for dataset in datasets)
-    return Text(
-        names, train, val, Mixture(dict(zip(prints, shares))), tokenizer, document_bos, fingerprint, documents, too_long
-    )
+    return Text(names, train, val, mixture, tokenizer, document_bos, fingerprint, documents, too_long)
 
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src import xla_bridge  # its errors have no public API
 from jax.sharding import Mesh
 
@@ -27,7 +29,7 @@ from hosts.machines import GPU_FRACTION
 from system.errors import UserError
 from system.exits import ending_of, reason_of_end, report
 from system.files import PASSING, cache_dir, first_line
-from system.messages import ignore_output_errors, repair_streams, show_messages
+from system.messages import LOGGER, ignore_output_errors, repair_streams, show_messages
 from training.mesh import axes_between, device_groups, sizes_of
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +48,23 @@ ROOMS = (
 )
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
 EXIT_SECONDS = 60  # that a command with a result waits for its threads
+SETTINGS = {
+    # Random numbers, and the parameters that are made of them.
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_threefry_partitionable": True,
+    "jax_accurate_erf_inv": False,
+    # Types and precision; stricter rules refuse the network.
+    "jax_enable_x64": False,
+    "jax_default_matmul_precision": None,
+    "jax_allow_f16_reductions": True,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    # Without compilation, sums have another order.
+    "jax_disable_jit": False,
+}
+"""JAX's settings that a result depends on, and their values in every run. JAX reads each from the environment when it
+is imported; a config file could set it, too."""
 LEAVE_SECONDS = 5  # that a process with an error waits for the others, which may have the same one
 
 
@@ -125,8 +144,20 @@ def start_jax() -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     sys.unraisablehook = report_unless_loop_is_closed
     show_messages(first=join() == 0)
-    on_every_process("its flags for XLA", partial(require_known_flags, os.environ.get("XLA_FLAGS", "")))
+    keep_settings()
+    flags = os.environ.get("XLA_FLAGS", "")
+    on_every_process("its flags for XLA", partial(require_known_flags, flags))
     on_every_process("its devices", require_platform)  # which waits for the others', but not without end
+    on_every_process("its flags for XLA", partial(require_finite_checks, flags))
+
+
+def keep_settings() -> None:
+    """Set the settings that a result depends on to their values, whatever the environment says."""
+    for name, value in SETTINGS.items():
+        given = getattr(jax.config, name, value)  # earlier versions of JAX lack some
+        if given != value:
+            LOGGER.info(f"{name.upper()}={given} is not used: a run's numbers do not depend on the environment")
+            jax.config.update(name, value)
 
 
 @cache
@@ -142,6 +173,20 @@ def require_known_flags(flags: str) -> None:
         raise UserError(
             f"XLA_FLAGS={flags}: {reason[1] if reason else ended.stderr.strip()}; correct the variable, or unset it "
             "(flags of TPUs belong in LIBTPU_INIT_ARGS)"
+        )
+
+
+def require_finite_checks(flags: str) -> None:
+    """Raise UserError if programs that XLA compiles with these flags of XLA_FLAGS take NaN or an infinity for a finite
+    number. A step could then not skip a gradient that is not finite."""
+    if not flags:
+        return
+    # As a step asks of the norm of its gradient. Earlier versions of JAX see an argument's NaN, and not a sum's.
+    has_finite_norm = jax.jit(lambda gradient: jnp.isfinite(jnp.sqrt(jnp.sum(jnp.square(gradient)))))
+    if any(has_finite_norm(np.array([1, bad], np.float32)) for bad in (np.nan, np.inf)):
+        raise UserError(
+            f"XLA_FLAGS={flags}: programs then take NaN for a finite number, and a step would not skip a gradient that "
+            "is not finite; leave out the flags of fast math"
         )
 
 

@@ -8,7 +8,7 @@ from model.gpt import parameter_counts
 from options.schema import Config, ModelConfig
 from run.config_json import config_of_run
 from run.folder import RunFolder
-from run.record import batch_of
+from run.record import place_of
 
 LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,7 +35,7 @@ gives the same tokens and the mask of what the assistant wrote."""
 
 def card_of_run(folder: RunFolder, config: Config, step: int, license: str, chat: bool) -> str:
     """Return the model card of a run's checkpoint of `step`. `license` and `chat`: as for `model_card`."""
-    tokens, _ = batch_of(folder.events.read(), step, config.batch.tokens_per_step)
+    tokens = place_of(folder.events.read(), step, config.batch.tokens_per_step).tokens
     converted = not config_of_run(folder)[0]["dataset"]
     val_bpb = folder.figures().get(step)
     return model_card(config, step, None if converted else tokens, val_bpb, license, chat)

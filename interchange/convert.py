@@ -99,8 +99,10 @@ def main() -> int:
         )
     write_run(out, config, step, tokenizer, params)
     size = sum(parameter_counts(config.model).values())
+    use = "chat.py" if config.data.packing == "whole" else "sample.py"
     print(
         f"{size:,} parameters of {arguments.source} are the run {out}, step {step}\n"
+        f"use it:        python {use} --run_dir={out}\n"
         f"train from it: python train.py --config=FILE --init_from={out}\n"
         f"evaluate it:   python evaluate.py --run_dir={out} --source=PATH"
     )

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from model.keys import random_key
+
 
 class Sampling(NamedTuple):
     """Options of sampling: for one text, or arrays for several rows."""
@@ -40,7 +42,7 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
         shares = jnp.where(order >= lowest, shares, 0)
 
         def uniform(seed: int | Array, position: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
+            return jax.random.uniform(jax.random.fold_in(random_key(seed), position))
 
         point = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
         return token_at(shares, point)

@@ -98,10 +98,11 @@ class ModelConfig:
     backout: bool = False
     """Subtract a learned share of the middle block's residual stream before the head."""
     dtype: OfTraining[Literal["auto", "bfloat16", "float32"]] = "auto"
-    """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, except float32 on a CPU with JAX
-    before 0.12, which is as fast there, and on a GPU before Ampere (T4, V100), which has no bfloat16. Parameters,
-    gradients and moments are always float32. `float32`: products are float32 on every platform, without TF32 or
-    bfloat16 passes, which is about six times the work on a TPU."""
+    """Type of activations and of the parameters' copy in a step. `auto`: the faster one where the run begins, which it
+    then keeps. That is bfloat16, except float32 on a GPU before Ampere (T4, V100), and on a CPU without AMX's or
+    AVX-512's products of bfloat16 or with JAX before 0.12. Parameters, gradients and moments are always
+    float32. `float32`: products are float32 on every platform, without TF32 or bfloat16 passes, which is about six
+    times the work on a TPU."""
     remat: Free[Literal["none", "products", "block"]] = "none"
     """Activations that a block keeps for its backward pass: all; all except the MLP's hidden layer, which recomputes
     one product of six; or only its input. Less memory, more time, the same result."""

@@ -29,7 +29,7 @@ class Questions:
     fingerprint: str
     row_order: ClassVar[int] = 0
 
-    def outlook_message(self, rows: int, length: int) -> str:
+    def outlook_message(self, rows: int, length: int, tokens: int, mixture: None) -> str:
         """Return a line on the task."""
         return f"reinforcement on {self.name}"
 

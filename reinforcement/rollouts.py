@@ -46,6 +46,7 @@ class Rollouts:
     score = ("pass_at_1", -1)
     loss_is_a_measure = False
     """Advantages sum to zero, so a loss has no size."""
+    mixture = None
     why_empty = "each question's answers have one reward"
 
     def __init__(self, built: Build, questions: Questions, engine: Engine):

@@ -14,9 +14,9 @@ from options.validation import validate
 from run.checkpoint import Checkpoints
 from run.config_json import config_of_run
 from run.folder import folder_to_read
+from training.dtype import compute_dtype
 from training.mesh import sizes_of
 from training.sharded import ShardedNetwork, shard_network
-from training.state import compute_dtype
 
 
 @dataclass(frozen=True)

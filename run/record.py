@@ -3,8 +3,8 @@
 Events are never rewritten. A resumed run drops the metrics after its checkpoint (run/metrics.py).
 
 events.jsonl has these lines. `fitted`: the rows that `batch.rows_per_device=auto` chose. `start`: the step, the
-tokens before it, tokens per step, the code's hash, versions, devices and mesh. `saved`: a complete checkpoint.
-`went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the rows of the next start.
+tokens before it, tokens per step, the mixture of datasets, the code's hash, versions, devices and mesh. `saved`: a
+complete checkpoint. `went_back`: the older checkpoint of `--resume_step`. `out_of_memory`: the rows of the next start.
 `stop`: the last step, the exit code, and the process's seconds by activity. Events identify a run whose
 checkpoints are gone, and the batch that each step saw.
 """
@@ -16,7 +16,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hosts.clock import ACTIVITIES
 from system.files import append_whole, read_if_there
@@ -66,14 +66,25 @@ def saved_up_to(events: list[dict]) -> int:
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
 
 
-def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
-    """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
-    batch. `tokens_per_step` applies if no start is recorded."""
-    first = tokens = 0
+class Place(NamedTuple):
+    """The place of a step's batch in the data. It converts to JSON."""
+
+    tokens: int
+    """Tokens of the run before it."""
+    tokens_per_step: int
+    """Tokens of it."""
+    mixture: dict[str, Any] | None
+    """What is recorded of the mixture of datasets (data/order.py); None without a record, or a text."""
+
+
+def place_of(events: list[dict], step: int, tokens_per_step: int) -> Place:
+    """Return the place of the batch that follows `step` steps. `tokens_per_step` applies if no start is recorded."""
+    start: dict[str, Any] = {"step": 0, "tokens": 0, "tokens_per_step": tokens_per_step}
     for event in events:
         if event["event"] == "start" and event["step"] <= step and "tokens" in event:
-            first, tokens, tokens_per_step = event["step"], event["tokens"], event["tokens_per_step"]
-    return tokens + (step - first) * tokens_per_step, tokens_per_step
+            start = event
+    size = start["tokens_per_step"]
+    return Place(start["tokens"] + (step - start["step"]) * size, size, start.get("mixture"))
 
 
 def seconds_by_activity(events: list[dict]) -> dict[str, float]:

@@ -118,7 +118,7 @@ def open_session(run: Prepared, stop: Stop, timeline: Timeline) -> Iterator[Sess
     source_after = run.stage.source(built, run.material)
     start = resume(built, run.checkpoints, timeline) or begin(built)
     source = source_after(start)
-    record_start(folder, built, run.material, changes, start)
+    record_start(folder, built, run.material, changes, start, source.mixture)
     lines = on_every_process("its metrics", partial(drop_metrics_after, folder, start.step))
     scores = scores_of(source, lines)
     with io_limit(config.hang, "opening the checkpoints"):
@@ -128,7 +128,8 @@ def open_session(run: Prepared, stop: Stop, timeline: Timeline) -> Iterator[Sess
     if changes:
         log.write(start.step, {"changes": changes})
     shapes = parameter_shapes(config.model)
-    facts_of_run = {"dataset": run.material.fingerprint, "config": asdict(config), "shapes": shapes}
+    of_text = {"dataset": run.material.fingerprint, "mixture": source.mixture}
+    facts_of_run = {**of_text, "config": asdict(config), "shapes": shapes}
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
     with (
@@ -150,7 +151,8 @@ def resume(built: Build, checkpoints: Checkpoints, timeline: Timeline) -> Resume
         return None
     state, facts = restored
     LOGGER.info(f"continuing after step {facts['step']} of {built.config.steps}")
-    return ResumePoint(state, facts["step"], facts["tokens"], facts["seconds"], tuple(facts["losses"]))
+    mixture = facts.get("mixture")  # none in a run of reinforcement before mixtures were recorded
+    return ResumePoint(state, facts["step"], facts["tokens"], facts["seconds"], tuple(facts["losses"]), mixture)
 
 
 def begin(built: Build) -> ResumePoint:
@@ -159,10 +161,18 @@ def begin(built: Build) -> ResumePoint:
         return ResumePoint(jax.block_until_ready(initial_state(built)))
 
 
-def record_start(folder: RunFolder, built: Build, material: Material, changes: list[str], start: ResumePoint) -> None:
-    """Record that the run continues from this point, the changed options, and its tokenizer."""
+def record_start(
+    folder: RunFolder,
+    built: Build,
+    material: Material,
+    changes: list[str],
+    start: ResumePoint,
+    mixture: dict[str, Any] | None,
+) -> None:
+    """Record that the run continues from this point, the changed options, the mixture of datasets from there on, and
+    the tokenizer."""
     config = built.config
-    facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+    facts = made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values()), "mixture": mixture}
 
     def write() -> None:
         write_start_record(folder, config, material, changes, start.step, start.tokens, **facts)

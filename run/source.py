@@ -24,6 +24,8 @@ class ResumePoint(NamedTuple):
     """Seconds of training."""
     losses: tuple[float, ...] = ()
     """Losses of the newest steps, to compare a spike with."""
+    mixture: dict[str, Any] | None = None
+    """What is recorded of the mixture of datasets; None without one."""
 
 
 class StepBatch(NamedTuple):
@@ -48,6 +50,11 @@ class Source(Protocol):
     @property
     def loss_is_a_measure(self) -> bool:
         """Return whether a loss says how good the network is. Otherwise a jump of it is no spike."""
+        ...
+
+    @property
+    def mixture(self) -> dict[str, Any] | None:
+        """Return what a later start needs to know of the mixture of datasets; None without one."""
         ...
 
     @property
@@ -93,8 +100,9 @@ class Material(Protocol):
         """Return the number of the order in which it gives its rows (data/order.py); 0 if it has none."""
         ...
 
-    def outlook_message(self, rows: int, length: int) -> str:
-        """Return a line on what a run of `rows` rows of `length` tokens learns from."""
+    def outlook_message(self, rows: int, length: int, tokens: int, mixture: Any) -> str:
+        """Return a line on what a run of `rows` rows of `length` tokens learns from. It continues after `tokens`
+        tokens, with what is recorded of its mixture."""
         ...
 
 

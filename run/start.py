@@ -12,10 +12,11 @@ from hosts.watchdog import io_limit
 from options.arguments import StartArguments
 from options.schema import Config, free_to_change, options
 from run.checkpoint import Checkpoints
+from run.dtype import with_dtype
 from run.fitting import Fitting
 from run.folder import RunFolder
 from run.lock import take_over
-from run.record import batch_of
+from run.record import Place, place_of
 from run.recovery import open_cleared, set_aside_after
 from run.source import Stage
 from run.status import RunStatus, claim_folder
@@ -48,7 +49,7 @@ def prepare(config: Config, arguments: StartArguments, stage: Stage, folder: Run
     """Check everything that can be wrong with a start, and claim the run's folder. Raise UserError for a mistake. Every
     process must call it."""
     check_processes(config, arguments)
-    fitting = Fitting(config, folder)
+    fitting = Fitting(with_dtype(config, folder), folder)
     built, material = stage.open(fitting.first_config(), folder)
     status = claim_folder(folder, built.config, material, arguments.accept_changes)
     if status.finished < built.config.steps:
@@ -101,5 +102,6 @@ def go_back_to(step: int, config: Config, checkpoints: Checkpoints) -> Checkpoin
 def outlook(folder: RunFolder, config: Config, material: Any, newest: int) -> str:
     """Return a line on what the run learns from, from the checkpoint `newest` to its end."""
     length, size = config.batch.sequence_length, config.batch.tokens_per_step
-    before, _ = on_first_process(lambda: batch_of(folder.events.read(), newest, size))
-    return material.outlook_message((before + (config.steps - newest) * size) // length, length)
+    place = Place(*on_first_process(lambda: place_of(folder.events.read(), newest, size)))
+    rows = (place.tokens + (config.steps - newest) * size) // length
+    return material.outlook_message(rows, length, place.tokens, place.mixture)

@@ -41,10 +41,7 @@ def inspect_run(folder: RunFolder, config: Config, fingerprint: str) -> RunStatu
         harmless |= {path.name for path in local.glob("traceback-*.txt")}
         if {path.name for path in local.iterdir()} - harmless:
             raise UserError(f"--run_dir={folder} is not empty and holds no run; choose another folder")
-    events = folder.events.read()
-    # Steps only in the metrics: a run before its first checkpoint, or a version without events.
-    logged = max((line["step"] for line in folder.metrics() if "loss" in line), default=0)
-    if not (saved_up_to(events) or logged or folder.finished_steps()):
+    if not has_steps(folder):
         return RunStatus()
     facts, first = read_config_json(folder.config_json)
     changes = changed_options(facts["dataset"], first, fingerprint, config)
@@ -53,8 +50,20 @@ def inspect_run(folder: RunFolder, config: Config, fingerprint: str) -> RunStatu
             f"{folder} holds a run of another network:\n  " + "\n  ".join(changes) + "\n"
             "give the first start's settings to continue it, or another --name to start a new run"
         )
-    saved = saved_up_to(events) if events else logged
+    events = folder.events.read()
+    saved = saved_up_to(events) if events else _logged(folder)
     return RunStatus(True, changes, _finished(folder), saved, facts.get("row_order", 0))
+
+
+def has_steps(folder: RunFolder) -> bool:
+    """Return whether a start of the run in a folder came to a step. One without binds no later start."""
+    return bool(saved_up_to(folder.events.read()) or _logged(folder) or folder.finished_steps())
+
+
+def _logged(folder: RunFolder) -> int:
+    """Return the newest step in the metrics: all there is of a run before its first checkpoint, or of a version without
+    events."""
+    return max((line["step"] for line in folder.metrics() if "loss" in line), default=0)
 
 
 def changed_options(dataset: str, first: Config, fingerprint: str, config: Config) -> list[str]:

@@ -75,6 +75,7 @@ class TextSource:
 
     def __init__(self, built: Build, text: Text, evaluator: Evaluate, resume_point: ResumePoint):
         config, shape, sharding = built.config, built.batch_shape, built.batch_sharding
+        text = text.continued(resume_point.mixture, resume_point.tokens)
         self.config, self.text, self.evaluator = config, text, evaluator
         self.first_step = resume_point.step
         first_row = resume_point.tokens // config.batch.sequence_length
@@ -83,6 +84,11 @@ class TextSource:
             text.train, text.mixture, config.seed, shape, mine, text.document_bos, first_row
         )
         self.batches = train_batches(self.step_batches, sharding, config.data.workers)
+
+    @property
+    def mixture(self) -> dict[str, Any]:
+        """Return what a later start needs to know of the mixture of datasets."""
+        return self.text.mixture.record()
 
     def batch(self, step: int, params: dict, should_stop: Callable[[], bool]) -> StepBatch:
         """Return the next batch and, for a logged step, the epochs of each dataset up to its end. Steps must follow

@@ -16,7 +16,7 @@ from nbformat.v4 import new_code_cell
 
 from options.command_line import parse
 from tests.repository import ROOT, copy_checkout
-from training.state import compute_dtype
+from training.dtype import compute_dtype
 
 TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()
 NOTEBOOK = nbformat.reads(TEXT, as_version=4)
@@ -112,5 +112,5 @@ def test_the_sizes_for_each_device_are_options_and_a_t4_computes_in_float32(monk
     config, _ = parse(None, argv=[f"--config={ROOT}/configs/small.py", *chosen["sizes"].split()])
     assert config.model.heads * config.model.head_dim == config.model.width
     for capability, dtype in (7.5, "float32"), (8.0, "bfloat16"):
-        monkeypatch.setattr("training.state.compute_capability", lambda capability=capability: capability)
+        monkeypatch.setattr("training.dtype.compute_capability", lambda capability=capability: capability)
         assert compute_dtype(config.model, "gpu").name == dtype

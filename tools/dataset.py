@@ -42,7 +42,7 @@ from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.config_json import config_of_run
 from run.folder import RunFolder, folder_to_read, reading
-from run.record import batch_of
+from run.record import place_of
 
 AT_ONCE = 1000  # documents that are read at a time
 
@@ -140,10 +140,15 @@ def document_text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
 def show_step(config: Config, folder: RunFolder, step: int, most: int, vocab_size: int) -> None:
     """Print at most `most` rows of a step's batch. `vocab_size`: the tokenizer's, if the config's is smaller."""
     length = config.batch.sequence_length
-    position, tokens = batch_of(folder.events.read(), step - 1, config.batch.tokens_per_step)
-    first, size = position // length, tokens // length
+    place = place_of(folder.events.read(), step - 1, config.batch.tokens_per_step)
+    first, size = place.tokens // length, place.tokens_per_step // length
     text = open_text(config.data, max(config.model.vocab_size, vocab_size), length, size, cache_dir())
-    sequence = RowSequence(text.train, text.mixture, config.seed)
+    if place.mixture and not text.mixture.continues(place.mixture):
+        raise UserError(
+            f"--step={step}: {folder} took it before a change of --data.source or --batch.sequence_length, which its "
+            "config.json lists; only the rows of later steps can be shown"
+        )
+    sequence = RowSequence(text.train, text.continued(place.mixture, place.tokens).mixture, config.seed)
     shown = min(most, size)
     print(f"step {step}: {size} rows of {length} tokens, of which {shown} follow")
     for i in range(shown):

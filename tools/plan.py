@@ -218,7 +218,7 @@ def plan(config: Config, topology: Topology, devices: Any, arguments: Arguments)
     """Print the plan for these devices of a topology. Raise UserError for sizes that do not divide."""
     config = with_steps(config)
     from training.build import SMALLER
-    from training.state import compute_dtype
+    from training.dtype import compute_dtype
 
     limit = memory_limit(machines()[topology.kind])
     plans = [plan_mesh(candidate, devices, limit) for candidate in meshes(config, topology)]

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from options.schema import Config
 from training.diagnostics import make_measure
+from training.dtype import compute_dtype
 from training.mesh import batch_devices, batch_shape, batch_sharding, make_mesh, sizes_of, step_shape
 from training.optimizer import Schedule, make_optimizer
 from training.sharded import ShardedNetwork, shard_network
-from training.state import TrainState, abstract_state, compute_dtype, create_state
+from training.state import TrainState, abstract_state, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 SMALLER = {"model.loss_chunks": 8, "model.remat": "block"}

@@ -13,8 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
 from model.gpt import GPT, map_parameters, parameter_shapes
-from model.kernels import has_bfloat16
-from model.parallel import compute_capability
+from model.keys import random_key
 from options.schema import ModelConfig
 from training.mesh import resized
 from training.optimizer import path_name
@@ -35,16 +34,6 @@ class TrainState(NamedTuple):
     """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]
     """Steps skipped so far: no valid token, or a gradient that is not finite."""
-
-
-def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """Return the type of activations: as configured; for `auto`, bfloat16, except float32 if that is no slower, and on
-    GPUs before Ampere, which have no bfloat16."""
-    if config.dtype == "auto":
-        float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
-        lacks_bfloat16 = not has_bfloat16(platform, compute_capability())
-        return jnp.dtype("float32" if float32_is_as_fast or lacks_bfloat16 else "bfloat16")
-    return jnp.dtype(config.dtype)
 
 
 def abstract_state(network: ShardedNetwork, optimizer: optax.GradientTransformation) -> TrainState:
@@ -80,7 +69,7 @@ def create_state(network: ShardedNetwork, optimizer: optax.GradientTransformatio
     abstract = abstract_state(network, optimizer)
 
     def create() -> TrainState:
-        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+        model = GPT(network.config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(random_key(seed)))
         state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
         return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from model.gpt import GPT
+from model.keys import random_key
 from model.loss import loss_sums
 from model.parallel import mark_varying, psum, varying_as
 from options.schema import BATCH_AXES, DATA_AXES, Config
@@ -130,7 +131,7 @@ def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dic
 def dropout_keys(seed: int, step: Int[Array, ""], shape: tuple[int, int]) -> Key[Array, "K B"]:
     """Return a random key for each of a step's rows [K, B]. It is a function of seed, step and the row's number in the
     step, so it depends neither on the number of micro-batches nor on the mesh."""
-    of_step = jax.random.fold_in(jax.random.key(seed), step)
+    of_step = jax.random.fold_in(random_key(seed), step)
     return jax.vmap(partial(jax.random.fold_in, of_step))(jnp.arange(prod(shape))).reshape(shape)
 
 

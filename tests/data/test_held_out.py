@@ -15,6 +15,7 @@ from data.shards import TokenStream
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from system.errors import UserError
 from tests.data.test_loader import DOCUMENTS, LENGTH, PACKED, ROWS, VAL, sharding
+from tests.hosts.processes import finish, start
 
 SIZES = np.array([0, 1, 2, 3, 4])  # bytes of VAL's tokens
 
@@ -109,3 +110,26 @@ def test_each_host_reads_only_the_rows_of_its_own_devices(monkeypatch):
             for name, whole in batch.items():
                 np.testing.assert_array_equal(np.concatenate([part.batches[i][name] for part in parts], axis=1), whole)
         np.testing.assert_array_equal(np.concatenate([part.row_bytes for part in parts], axis=1), alone.row_bytes)
+
+
+OF_TWO = """
+import jax, numpy as np
+from data.held_out import read_held_out
+from hosts.runtime import run_command, start_jax
+def main():
+    start_jax()
+    from tests.data.test_held_out import SIZES, CountedRows, tokenizer_of
+    from tests.data.test_loader import LENGTH, VAL, sharding
+    rows = CountedRows(VAL.tokens)
+    held_out = read_held_out([rows], [1.0], 80 * LENGTH, tokenizer_of(SIZES), (3, 16, LENGTH), sharding())
+    print(len(rows.read), held_out.text_bytes().tolist())
+    return 0
+run_command(main)
+"""
+
+
+@pytest.mark.medium
+def test_two_hosts_exchange_their_rows_bytes():
+    alone = read_held_out([VAL], [1.0], 80 * LENGTH, tokenizer_of(SIZES), (3, 16, LENGTH), sharding())
+    for said in finish(start(["-c", OF_TWO], ["-c", OF_TWO]), 0):
+        assert said.splitlines()[-1] == f"40 {alone.text_bytes().tolist()}"

@@ -3,14 +3,13 @@ from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
 
-import grain
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 from data.loader import StepBatches, local_rows, to_devices, train_batches
-from data.order import Mixture, RowSequence
+from data.order import Mixture
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from options.schema import MeshConfig
@@ -37,13 +36,8 @@ KINDS: dict[str, dict] = {
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def mixture_of(*shares: str) -> Mixture:
-    """Return a mixture of datasets with the fingerprints a, b, ... and these shares."""
-    return Mixture(dict(zip("abcdef", map(Fraction, shares))))
-
-
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    mixture = mixture_of(*map(str, weights))
+    mixture = Mixture({f"{i:x}": Fraction(str(weight)) for i, weight in enumerate(weights)}, LENGTH)
     return StepBatches(rows, mixture, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
 
 
@@ -77,24 +71,6 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own():
     assert {part for part, _ in mixed.row_numbers(0)} == {0, 1}
 
 
-def test_orders_of_other_seeds_datasets_and_epochs_are_unrelated():
-    """Take the first rows of a hundred orders: seeds by datasets by epochs. Two unrelated ones agree in a row of a
-    thousand, so hardly ever in three of 32."""
-    size, begin = 1000, np.arange(32)
-    rows = [StreamRows(TokenStream([np.arange(size * LENGTH + 1)]), LENGTH)]
-    orders = {}
-    for seed in (0, 1, 2, 2**32 - 1, 2**32):
-        for name in ("0", "1", "abcdef0123456789", "f" * 16):
-            sequence = RowSequence(rows, Mixture({name: Fraction(1)}), seed)
-            for epoch in range(5):
-                orders[seed, name, epoch] = [sequence[epoch * size + place] for place in begin.tolist()]
-    firsts = np.array(list(orders.values()))[..., 1]
-    agreeing = (firsts[:, None] == firsts).sum(axis=-1)
-    assert len(firsts) == 100 and agreeing[~np.eye(100, dtype=bool)].max() < 3
-    again = RowSequence(rows, Mixture({"1": Fraction(1)}), 2)
-    assert [again[3 * size + place] for place in begin.tolist()] == orders[2, "1", 3]
-
-
 @pytest.mark.parametrize("shape", [(1, 24), (3, 8), (24, 1)])
 def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
     """The same tokens_per_step gives the same rows for any K and B."""
@@ -102,18 +78,6 @@ def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
     for step in (0, 1, 5):
         assert row_numbers(steps[step]).ravel().tolist() == expected[24 * step : 24 * (step + 1)].tolist()
         assert row_numbers(steps[step]).shape == shape
-
-
-@pytest.mark.parametrize("shares", [("1",), ("0.5", "0.001", "0.499"), ("5/7", "1/7", "1/7")])
-def test_rows_are_those_that_grain_mixes_and_shares_are_exact(shares):
-    parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
-    mixed = grain.MapDataset.mix(parts, [float(Fraction(share)) for share in shares])
-    mixture = mixture_of(*shares)
-    rows = [mixture[n] for n in range(2000)]
-    assert rows == [mixed[n] for n in range(2000)]
-    assert all(mixture[n] == mixed[n] for n in (999_999, 1_000_000))
-    assert mixture.counts(7 * 10**9) == tuple(7 * 10**9 * Fraction(share) for share in shares)
-    assert mixture.counts(1234) == tuple(sum(part == i for part, _ in rows[:1234]) for i in range(len(shares)))
 
 
 def test_rows_are_one_sequence_s_for_any_size_of_a_step():

@@ -16,9 +16,10 @@ from data.tokenizer import TextTokenizer
 from options.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from run.network import Network
 from tests.helpers import perturbed
+from training.dtype import compute_dtype
 from training.mesh import make_mesh
 from training.sharded import shard_network, split_model
-from training.state import compute_dtype, stored_as
+from training.state import stored_as
 
 LONGEST = 256  # tokens per row
 SIZES = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "dtype": "float32"}

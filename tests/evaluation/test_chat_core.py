@@ -64,7 +64,7 @@ def test_a_run_s_evaluations_have_the_figures_of_evaluate_py_until_it_is_asked_t
     ours = network()
     options = EvalConfig(tasks="chatcore4", bundle=str(sets), items=3, tokens=2 * LONGEST, prompts=())
     config = replace(ours.config, eval=options, mesh=MeshConfig(1))
-    text = Text(["chats"], [], [], Mixture({}), ours.tokenizer, None, "", 0)
+    text = Text(["chats"], [], [], Mixture({}, 0), ours.tokenizer, None, "", 0)
     monkeypatch.setattr("evaluation.evaluator.read_held_out", lambda *_: Mock(HeldOut, batches=[]))
     monkeypatch.setattr("evaluation.evaluator.evaluate", lambda *_: {"val_loss": 1.0})
     tasks = [task for task in read_chat_tasks(str(sets), 3) if task.label == "MMLU"]

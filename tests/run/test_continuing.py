@@ -77,6 +77,18 @@ def test_options_that_differ_are_listed_before_the_tokenizer_that_follows_from_t
     assert start(monkeypatch, folder, *accepted) == 2 and "has another tokenizer" in capsys.readouterr().err
 
 
+def test_a_run_keeps_its_type_on_a_machine_where_another_is_faster(folder, monkeypatch, capsys):
+    monkeypatch.setattr("run.dtype.fastest_dtype", lambda platform: ("bfloat16", "it is faster here"))
+    assert start(monkeypatch, folder, "--run_dir=finished", "--model.dtype=auto") == 0
+    said = capsys.readouterr().out
+    assert "--model.dtype=auto: float32, since the run began with it\n" in said and "is complete" in said
+    assert start(monkeypatch, folder, "--run_dir=finished", "--model.dtype=bfloat16") == 2
+    assert "\n  model.dtype: float32 -> bfloat16\n" in capsys.readouterr().err
+    assert start(monkeypatch, folder, "--run_dir=new", "--model.dtype=auto", "--steps=1") == 0
+    assert "--model.dtype=auto: bfloat16, since it is faster here\n" in capsys.readouterr().out
+    assert json.loads((folder / "new" / "config.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
+
+
 LONGER, FEWER = ("--steps=8", "--accept_changes"), ("--steps=4", "--accept_changes")
 
 

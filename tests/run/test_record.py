@@ -8,7 +8,7 @@ import pytest
 from hosts.clock import Timeline
 from run.ending import failure_recorded, notify_of_failure
 from run.folder import RunFolder
-from run.record import ACTIVITIES, batch_of, saved_up_to
+from run.record import ACTIVITIES, place_of, saved_up_to
 from system.errors import Exit, StartAgain, StorageLost, TrainingAborted, UserError
 from tests.helpers import tiny_config
 
@@ -54,15 +54,17 @@ def test_the_newest_step_that_was_saved():
 
 
 def test_the_batch_after_another_size_of_a_step_and_after_going_back():
-    assert batch_of([], 7, 100) == batch_of([event("start", 0)], 7, 100) == (700, 100)
+    assert place_of([], 7, 100) == place_of([event("start", 0)], 7, 100) == (700, 100, None)
     events = [
         event("start", 0, tokens=0, tokens_per_step=100),
-        event("start", 10, tokens=1000, tokens_per_step=150),
+        event("start", 10, tokens=1000, tokens_per_step=150, mixture={"first_row": 0}),
         event("start", 20, tokens=2500, tokens_per_step=200),
         event("start", 15, tokens=1750, tokens_per_step=300),  # back to an earlier step
     ]
     expected = {9: (900, 100), 10: (1000, 150), 14: (1600, 150), 15: (1750, 300), 20: (3250, 300)}
-    assert {step: batch_of(events, step, 1) for step in expected} == expected
+    assert {step: place_of(events, step, 1)[:2] for step in expected} == expected
+    mixtures = [place_of(events, step, 1).mixture for step in (9, 14, 15)]
+    assert mixtures == [None, {"first_row": 0}, None]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import tiny_config
 from training.build import build
-from training.state import compute_dtype, params_sha256
+from training.state import params_sha256
 
 
 @cache
@@ -30,21 +30,3 @@ def test_sha256_sees_every_parameter():
     before = sha256()
     params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)
     assert sha256() != before
-
-
-@pytest.mark.parametrize(
-    ("configured", "platform", "version", "capability", "expected"),
-    [
-        ("auto", "cpu", (0, 11, 2), 9.0, "float32"),
-        ("auto", "cpu", (0, 12, 0), 9.0, "bfloat16"),
-        ("auto", "gpu", (0, 11, 2), 8.0, "bfloat16"),
-        ("auto", "gpu", (0, 12, 0), 7.5, "float32"),
-        ("auto", "tpu", (0, 11, 2), 9.0, "bfloat16"),
-        ("float32", "gpu", (0, 12, 0), 9.0, "float32"),
-    ],
-)
-def test_compute_dtype(configured, platform, version, capability, expected, monkeypatch):
-    """GPUs before Ampere have no bfloat16, and CPUs gain nothing from it with JAX before 0.12."""
-    monkeypatch.setattr(jax, "__version_info__", version)
-    monkeypatch.setattr("training.state.compute_capability", lambda: capability)
-    assert compute_dtype(replace(tiny_config().model, dtype=configured), platform) == expected
