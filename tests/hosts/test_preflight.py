@@ -121,6 +121,7 @@ def test_a_wrong_sum_is_a_user_error(monkeypatch):
 
 DIFFERENT = """
 import os
+os.environ.pop("XLA_FLAGS", None)  # with flags, a program of each process alone tries them
 import jax
 import hosts.preflight as preflight
 preflight.VISIBLE_SECONDS = 5
