@@ -5,11 +5,10 @@ a dataset is a permutation of all its rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class Mixture:
     """Tokens of a row."""
     first_row: int = 0
     """The run's row at which these shares began."""
-    given: Mapping[str, int] = MappingProxyType({})
+    given: Mapping[str, int] = field(default_factory=dict)
     """Rows that each dataset had given before that row, also those of datasets that have left."""
 
     @cached_property

@@ -6,7 +6,7 @@
     divide, clip      by the step's valid tokens; by the global norm                  once a step
     update            one tick of the optimizer and of every schedule                 once a step
 
-Everything up to the reduction is written for one device (`jax.shard_map`), so this file, training/shares.py and
+All of it is written for one device (`jax.shard_map`), so this file, training/shares.py, training/deal.py and
 model/parallel.py decide what crosses the mesh, and when. No compiler pass does.
 """
 

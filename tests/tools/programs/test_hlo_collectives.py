@@ -218,11 +218,11 @@ def test_the_program_fails_a_step_with_a_collective_that_the_code_does_not_name(
 
 
 @pytest.fixture
-def on_tpu(monkeypatch, capsys):
-    """Return the program's output for a config on a TPU slice."""
-    pytest.importorskip("libtpu")
+def compiled_for(monkeypatch, capsys):
+    """Return the program's output for a config on a TPU slice, on several, or on GPUs."""
 
     def say(topology: str, *arguments: str, config: str = "plain") -> str:
+        pytest.importorskip("jax_cuda13_plugin" if "h100" in topology else "libtpu")
         command_line = [f"--config=configs/{config}.py", f"--topology={topology}", *arguments]
         monkeypatch.setattr(sys, "argv", ["collectives", *command_line])
         assert command.main() == 0
@@ -237,10 +237,10 @@ SMALL += ("--model.depth=1", "--model.width=256", "--model.heads=2", "--model.kv
 
 
 @pytest.mark.slow
-def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
+def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(compiled_for):
     """XLA:TPU would move the sum out of the loop and keep complete gradients in it (the pass of openxla/xla#49143).
     Check the memory of a recomputed block too."""
-    output = on_tpu("v5e:2x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
+    output = compiled_for("v5e:2x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
     rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
@@ -252,10 +252,10 @@ def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
+def test_on_a_tpu_slice_with_all_features_and_muon(compiled_for):
     """Nothing more crosses `data` in the scan. Matrices to be orthogonalised are sent once, and in parts."""
     sizes = ("--model.depth=2", "--model.vocab_size=2048", "--batch.sequence_length=256")
-    reduced, gradients = sums(output := on_tpu("v5e:4x4", *sizes, config="nanochat"))
+    reduced, gradients = sums(output := compiled_for("v5e:4x4", *sizes, config="nanochat"))
     width = 64 * 2  # one head, and one block with value embeddings
     gates = 12 + 24 + 1 + 1 + 2 * 2
     assert gradients == 4 * ((2 + 1) * 2048 * width + 2 * 12 * width**2 + gates)
@@ -266,3 +266,14 @@ def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
     # Each of the 16 chips receives one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1],
     # padded to 16, or zeros, each with the second moments of its longer side. It sends them back.
     assert dealt == 2 * 4 * ((width + 1) * width + (width + 1) * 4 * width + 2 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "2x v5e:2x2", "h100:8", "2x h100:8"])
+def test_muon_s_collectives_are_the_code_s_and_as_many_in_a_deeper_network(compiled_for, topology):
+    """Deal and collect the matrices and second moments of three shapes. Otherwise the program ends with 1."""
+    sizes = ("--model.vocab_size=2048", "--batch.sequence_length=256", "--rows=1", "--micro_batches=2")
+    for depth in (2, 4):
+        output = compiled_for(topology, f"--model.depth={depth}", *sizes, config="nanochat")
+        dealt = [line.split() for line in output.splitlines() if line.startswith("all-to-all")]
+        assert sum(int(row[4]) for row in dealt) == 3 * 4
