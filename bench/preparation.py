@@ -48,7 +48,7 @@ class Arguments:
     vocab_size: Positive[int] = 4096
     """Size of the tokenizer's vocabulary."""
     workers: tuple[Positive[int], ...] = (1, 2)
-    """Processes that prepare text; nanochat's are threads."""
+    """Processes that prepare text; threads of nanochat and of `tokenizers`."""
     rounds: Positive[int] = 3
     """Runs of each program. The median is printed."""
     batches: Positive[int] = 50
@@ -134,8 +134,8 @@ def nanochat(text: Text, workers: int, vocab_size: int) -> Run:
 
 
 def hugging_face(text: Text, workers: int, vocab_size: int) -> Run:
-    """Return a `datasets.map` with the library `tokenizers`. It writes Arrow's format."""
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    """Return a `datasets.map` with the library `tokenizers`, with threads as workers. It writes Arrow."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers), "HF_HUB_OFFLINE": "1"}
     datasets = import_module("datasets")
     datasets.disable_progress_bars()
     tokenizer = load_tokenizer(text.tokenizer)
@@ -146,7 +146,7 @@ def hugging_face(text: Text, workers: int, vocab_size: int) -> Run:
     def run() -> None:
         files = [str(path) for path in sorted(text.parquet.iterdir())]
         rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(text.new()))
-        rows.map(encode, batched=True, num_proc=workers if workers > 1 else None, remove_columns=["text"])
+        rows.map(encode, batched=True, remove_columns=["text"])
 
     return run
 
