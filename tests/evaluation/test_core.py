@@ -31,7 +31,7 @@ def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST):
     """Return the lines of all items of these tasks, in order."""
     ours, log = network(devices), ItemLog()
     tasks = [task for task in read_bundle(str(bundle), None) if task.label in labels]
-    Core(tasks, tokenizer(), Scorer(ours, longest))(ours.params, log)
+    Core("core", tasks, tokenizer(), Scorer(ours, longest))(ours.params, log)
     return sorted(log, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 
