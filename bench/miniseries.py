@@ -8,7 +8,6 @@ was measured before you trust the law beyond the largest. The same command resum
 """
 
 import json
-import shlex
 import sys
 import time
 from contextlib import redirect_stdout
@@ -20,11 +19,10 @@ import numpy as np
 import tyro
 from scipy.special import stdtrit  # JAX depends on SciPy
 
-from bench.compare import LEVEL, OWN, Recipe, train
+from bench.compare import LEVEL, Recipe, read_recipe, train
 from model.gpt import flops_per_token
-from options.command_line import parse, parse_arguments
+from options.command_line import parse_arguments
 from options.schema import FilePath, NotNegative
-from options.validation import require_steps
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import write_picture, write_whole
@@ -117,12 +115,9 @@ def read_recipes(arguments: Arguments) -> list[tuple[int, Recipe]]:
     """Return each depth with its recipe. Raise UserError for one that is not valid, before anything runs."""
     recipes = []
     for depth in read_depths(arguments.depths):
-        text = f"{arguments.recipe} --model.depth={depth}"
-        file, *words = shlex.split(text)
         with redirect_stdout(sys.stderr):  # nanochat.py prints what it derives
-            config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN])
-        require_steps(config)
-        recipes.append((depth, Recipe(text, config, Path(arguments.out))))
+            recipe = read_recipe(f"{arguments.recipe} --model.depth={depth}", Path(arguments.out))
+        recipes.append((depth, recipe))
     return recipes
 
 

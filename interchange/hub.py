@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from interchange.nanochat import meta_file, newest_model
 from system.errors import StorageLost, UserError
 from system.files import first_line, status_of, with_retries
 
@@ -38,14 +39,8 @@ def download(address: str) -> Path:
 def needed(names: Collection[str]) -> list[str]:
     """Return those of a repository's files that a conversion reads: of nanochat's own checkpoints only the newest, of
     which the optimizer's files are left out."""
-    steps = [int(found[1]) for name in names if (found := re.fullmatch(r"model_(\d+)\.pt", name))]
-    if steps:
-        wanted = {
-            f"model_{max(steps):06d}.pt",
-            f"meta_{max(steps):06d}.json",
-            "tokenizer.pkl",
-            "tokenizer/tokenizer.pkl",
-        }
+    if newest := newest_model(names):
+        wanted = {newest, meta_file(Path(newest)).name, "tokenizer.pkl", "tokenizer/tokenizer.pkl"}
         return sorted(wanted & set(names))
     whole = {"config.json", "tokenizer.json"}
     return sorted(

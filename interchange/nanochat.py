@@ -14,7 +14,7 @@ a825e63    2026-03-14  smear and backout                           scale 1.2, S 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,14 @@ def nanochat_name(name: str) -> str:
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
     """Return the model_NNNNNN.pt of the newest step in a folder, or None if it has none."""
-    found = Path(folder).expanduser().glob("model_*.pt")
-    steps = {int(step[1]): path for path in found if (step := re.fullmatch(r"model_(\d+)\.pt", path.name))}
+    home = Path(folder).expanduser()
+    name = newest_model(path.name for path in home.glob("model_*.pt"))
+    return home / name if name else None
+
+
+def newest_model(names: Iterable[str]) -> str | None:
+    """Return the model_NNNNNN.pt of the newest step among files' names, or None without any."""
+    steps = {int(step[1]): name for name in names if (step := re.fullmatch(r"model_(\d+)\.pt", name))}
     return steps[max(steps)] if steps else None
 
 
