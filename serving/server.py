@@ -137,9 +137,6 @@ def make_server(service: Service, access: Access) -> uvicorn.Server:
     quiet = {"log_level": "warning", "access_log": False, "lifespan": "off"}
     known = KnownHosts(app, access.allowed)
     return uvicorn.Server(uvicorn.Config(known, timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: refuse})
-    quiet = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-    return uvicorn.Server(uvicorn.Config(KnownHosts(app, host), timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
 
 
 def listener(host: str, port: int) -> socket.socket:
