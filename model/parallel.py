@@ -9,9 +9,7 @@ replicated. On a mesh of one device there is no `jax.shard_map`, and every funct
 from typing import TypeVar
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
-
-from options.schema import BATCH_AXES
+from jaxtyping import Array, Float, Shaped
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
@@ -106,12 +104,6 @@ def all_gather_shared_head(
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
     """Return the logits of all devices along `tensor`."""
     return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if in_shard_map() else logits
-
-
-def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
-    """Return the maximum over all devices. For tokens that all devices drew alike it is the same tokens, marked as
-    varying over no axis."""
-    return jax.lax.pmax(tokens, (*BATCH_AXES, "tensor")) if in_shard_map() else tokens
 
 
 def psum_scatter(x: Float[Array, "..."], axis: str | tuple[str, ...], dimension: int) -> Float[Array, "..."]:
