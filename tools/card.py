@@ -166,5 +166,5 @@ def card(runs: list[Run], price: float, stages: Mapping[str, float]) -> str:
     order = dict.fromkeys([name for rows in (*reached, *taken) for name in rows], "")
     rows = [order | of | took for of, took in zip(reached, taken)]
     drawn = picture(runs) if len(runs) > 1 else ""
-    times = f"<h3>Every stage, all its starts</h3>{costs(stages, runs, price)}" if stages else ""
+    times = f"<h3>Time of each stage, over all its starts</h3>{costs(stages, runs, price)}" if stages else ""
     return f"{table([run.name for run in runs], rows)}{drawn}{times}{''.join(map(samples, runs))}"

@@ -205,7 +205,7 @@ def test_a_tiny_run_that_is_killed_in_pretraining_ends_with_a_card(tmp_path, mon
     starts = [json.loads(line) for line in (out / "base/events.jsonl").read_text().splitlines()]
     assert [event["step"] > 0 for event in starts if event["event"] == "start"] == [False, True]
     card = (out / "report.html").read_text()
-    for figure in ("bits per byte, held out", "CORE", "pass@2", "tiny-reinforced", "Every stage", "dollars"):
+    for figure in ("bits per byte, held out", "CORE", "pass@2", "tiny-reinforced", "Time of each stage", "dollars"):
         assert figure in card, figure
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.count("done before") == 6, again.stdout
