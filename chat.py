@@ -75,7 +75,8 @@ def main() -> int:
     if not address:
         require_chat_tokens(network.tokenizer, arguments.run_dir)
     if not converses(network.config, network.tokenizer):
-        note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
+        tune = f"python train.py --config=configs/chat.py --init_from={arguments.run_dir}"
+        note(f"{arguments.run_dir} was not fine-tuned on conversations; this does that: {tune}")
     engine = Engine(network, arguments.slots if address else 1)
     if not arguments.prompt:
         engine.compile()

@@ -25,6 +25,9 @@ from system.files import cache_dir
 from system.messages import LOGGER
 from training.build import Build, build
 
+FEW_STEPS = 20
+"""A run of fewer is named: one epoch of a few hundred conversations is one step."""
+
 Evaluate = Callable[[dict, Callable[[], bool]], dict[str, Any] | None]
 """The function from parameters and `should_stop` to an evaluation's results; None once `should_stop()`."""
 
@@ -53,6 +56,9 @@ def open_text_of_run(config: Config, folder: RunFolder) -> tuple[Build, Text]:
     check_hosts_agree("their text", text.fingerprint)
     if not config.steps:
         config = replace(config, steps=text.steps(config.epochs, micro_batches * rows))
+        if config.steps < FEW_STEPS:
+            few = f"--epochs={config.epochs:g} of this text is only {config.steps} step(s)"
+            LOGGER.info(f"{few}, in which a network learns little: give more --epochs")
         validate(config)
         built = build(config)
     if text.too_long:

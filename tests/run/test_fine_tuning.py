@@ -19,7 +19,7 @@ def test_an_epoch_of_conversations_is_complete_and_resumed_to_the_bit_without_it
     start = lambda *words: run("train", monkeypatch, *words, devices=1)
     words = (ROOT / "tests/words.txt").read_text().split()
     message = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}
-    chats = [[message("user", i, 1 + i % 3), message("assistant", 2 * i, 1 + i % 5)] for i in range(120)]
+    chats = [[message("user", i, 1 + i % 3), message("assistant", 2 * i, 1 + i % 5)] for i in range(104)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     assert start("--config=tiny.py", "--run_dir=base", "--steps=2") == 0
     made = ("--source=chats.jsonl", "--conversations", "--out=chats", "--tokenizer=base/tokenizer")
@@ -27,7 +27,9 @@ def test_an_epoch_of_conversations_is_complete_and_resumed_to_the_bit_without_it
     assert start(*CHAT, *OFTEN, "--run_dir=chat") == 0
     record = json.loads(Path("chat/config.json").read_text())["config"]
     assert record["steps"] == summary(Path("chat"))["steps"] > 8 and record["model"]["width"] == 32
-    assert "goes through chats 0.9" in capfd.readouterr().out  # steps are rounded down
+    printed = capfd.readouterr().out
+    assert "goes through chats 0.9" in printed  # steps are rounded down
+    assert f"--epochs=1 of this text is only {record['steps']} step(s)" in printed
 
     again = killed_after(record["steps"] - 1, Path("chat"), "without-base")
     Path("base").rename("gone")
