@@ -6,20 +6,19 @@ over the seeds, Student's 95% interval, and a p-value that Holm's method correct
 number of seeds is fixed before the runs: to stop at the first clear difference would find too many. The same command
 resumes. It prints a table, and writes compare.json and .md.
 
+`"nanochat configs/small.py"` is nanochat's own network and recipe on that config's batches (bench/nanochat.py), with
+its schedule for the same number of tokens. It needs torch and NANOCHAT_DIR.
+
 With `--equal=seconds` the runs take equal seconds, not equal tokens. First the recipes' steps are timed in turn. A
 recipe whose step takes 5% longer then trains for 5% fewer steps. step_seconds.json keeps the times: a command that
 resumes takes as many steps as before.
 """
 
-import hashlib
 import json
 import re
-import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -30,17 +29,14 @@ import tyro
 from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
-from bench.throughput import WARMUP_STEPS, random_batch
-from hosts.runtime import ROOT, code_digest, versions
-from options.command_line import parse, parse_arguments
-from options.schema import MEASURED, Config, FilePath, free_to_change, options
-from options.validation import require_steps
+from bench.recipes import Recipe, read_recipe, steps_taken, train
+from bench.throughput import WARMUP_STEPS
+from options.command_line import parse_arguments
+from options.schema import FilePath
 from system.errors import Exit, UserError
 from system.exits import exit_code_of
 from system.files import is_there, write_whole
-from training.build import build
 
-OWN = [f"--{name}={value}" for name, value in MEASURED.items()]
 LEVEL = 0.05
 TIMED_STEPS = 9  # of each recipe
 
@@ -50,44 +46,14 @@ class Arguments:
     """Options of this command."""
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Two recipes or more: a config each, or one in quotes with options of train.py."""
+    """Two recipes or more: a config each, or one in quotes with options of train.py; `nanochat CONFIG` in quotes, maybe
+    with options of bench.nanochat, too."""
     seeds: Annotated[int, Meta(ge=2, le=100)] = 3
     """Runs of each recipe, with the seeds 0, 1, ..."""
     equal: Literal["tokens", "seconds"] = "tokens"
     """What the recipes' runs have in common, besides their text."""
     out: FilePath = "runs/compare"
     """A folder for the runs, compare.json and compare.md."""
-
-
-class Recipe(NamedTuple):
-    """A config file, maybe with options, and the folder of its runs."""
-
-    text: str
-    """As given: `configs/small.py --model.depth=3`."""
-    config: Config
-    out: Path
-    own: tuple[str, ...] = ()
-    """Options that this command adds."""
-
-    def digest(self) -> str:
-        """Return a digest of options, code and versions."""
-        own = ("name", "run_dir", "seed")
-        every = sorted((name, value) for name, value in options(self.config).items() if name not in own)
-        return hashlib.sha256(repr((code_digest(), every, versions())).encode()).hexdigest()[:12]
-
-    def run_dir(self, seed: int) -> Path:
-        """Return the folder of a run. Its name has the digest: other options and other code get another folder."""
-        readable = re.sub(r"[^\w.=-]+", "_", self.text.replace(".py", "").replace(" --", " ").removeprefix("configs/"))
-        return self.out / f"{readable[-60:]}-{self.digest()}-{seed}"
-
-    def shared(self, equal: str) -> dict[str, object]:
-        """Return the options that compared recipes must share: text, rows, tokens of evaluation and, unless seconds are
-        equal, of training."""
-        every = options(self.config)
-        names = [name for name in every if name.startswith("data.") and not free_to_change(name)]
-        names += ["data.source", "model.vocab_size", "batch.sequence_length", "eval.tokens"]
-        tokens = self.config.steps * self.config.batch.tokens_per_step
-        return {name: every[name] for name in names} | ({"tokens of the run": tokens} if equal == "tokens" else {})
 
 
 class Comparison(NamedTuple):
@@ -120,17 +86,6 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-def read_recipe(text: str, out: Path, own: tuple[str, ...] = ()) -> Recipe:
-    """Return a recipe with the options `own`. Raise UserError if it is not valid."""
-    try:
-        file, *words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text!r} is not a config with options ({error})") from error
-    config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN, *own])
-    require_steps(config)
-    return Recipe(text, config, out, own)
-
-
 def read_recipes(texts: tuple[str, ...], out: Path, equal: str) -> list[Recipe]:
     """Return the recipes. Raise UserError, before anything runs, for one that is not valid, or that cannot be compared
     with the first one. A wrong option exits with code 2."""
@@ -159,7 +114,7 @@ def with_equal_seconds(recipes: list[Recipe], out: Path) -> list[Recipe]:
     known = json.loads(file.read_text()) if is_there(file) else {}
     digests = [recipe.digest() for recipe in recipes]
     if not all(digest in known for digest in digests):
-        known = dict(zip(digests, step_seconds([recipe.config for recipe in recipes])))
+        known = dict(zip(digests, step_seconds(recipes)))
         out.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(known, indent=2))
     first, *others = recipes
@@ -171,12 +126,12 @@ def with_equal_seconds(recipes: list[Recipe], out: Path) -> list[Recipe]:
     return made
 
 
-def step_seconds(configs: list[Config]) -> list[float]:
-    """Return the seconds that a step of each config takes: the median over steps in turn, of processor time on a CPU,
+def step_seconds(recipes: list[Recipe]) -> list[float]:
+    """Return the seconds that a step of each recipe takes: the median over steps in turn, of processor time on a CPU,
     which others may share, and else on the clock."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    courses = [steps_taken(config) for config in configs]
-    seconds: list[list[float]] = [[] for _ in configs]
+    courses = [steps_taken(recipe) for recipe in recipes]
+    seconds: list[list[float]] = [[] for _ in recipes]
     for number in range(WARMUP_STEPS + TIMED_STEPS):
         for course, own in zip(courses, seconds):
             started = clock()
@@ -184,38 +139,6 @@ def step_seconds(configs: list[Config]) -> list[float]:
             if number >= WARMUP_STEPS:
                 own.append(clock() - started)
     return [statistics.median(own) for own in seconds]
-
-
-def steps_taken(config: Config) -> Iterator[None]:
-    """Take a step on random tokens at each `next`."""
-    built = build(config)
-    state, batch = built.create_state(), random_batch(built)
-    compiled = built.train_step.lower(state, batch).compile()
-    while True:
-        state, _ = jax.block_until_ready(compiled(state, batch))
-        yield
-
-
-def train(recipe: Recipe, seed: int) -> float:
-    """Train a recipe with a seed, or resume it, unless that is done. Return bits per byte of held-out text at the end.
-    Exit with train.py's code if it does not end well."""
-    folder = recipe.run_dir(seed)
-    file, *words = shlex.split(recipe.text)
-    own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}"]
-    command = [sys.executable, ROOT / "train.py", f"--config={file}", *words, *OWN, *recipe.own, *own]
-    if not is_there(folder / "summary.json"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        log = folder.with_suffix(".log")
-        with log.open("a") as file:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-        if code:
-            print(f"{log.read_text(errors='replace')[-1500:]}\ntrain.py ended with {code}: {log}", file=sys.stderr)
-            raise SystemExit(code)
-    bits = json.loads((folder / "summary.json").read_text())["val_bpb"]
-    if bits is None:
-        raise UserError(f"{folder} has no finite bits per byte at its end; leave {recipe.text} out")
-    print(f"{folder.name}: {bits:.4f} bits per byte", flush=True)
-    return bits
 
 
 def as_table(comparisons: list[Comparison], corrected: list[float]) -> str:

@@ -19,7 +19,8 @@ import numpy as np
 import tyro
 from scipy.special import stdtrit  # JAX depends on SciPy
 
-from bench.compare import LEVEL, Recipe, read_recipe, train
+from bench.compare import LEVEL
+from bench.recipes import Recipe, read_recipe, train
 from model.gpt import flops_per_token
 from options.command_line import parse_arguments
 from options.schema import FilePath, NotNegative

@@ -37,7 +37,7 @@ from run.folder import RunFolder
 from run.source import ResumePoint
 from run.text import TextSource, open_text_of_run
 from system.errors import UserError
-from system.files import is_there
+from system.files import is_there, write_whole
 from system.messages import LOGGER
 
 
@@ -46,7 +46,8 @@ class Arguments:
     """Where and how nanochat trains."""
 
     out: FilePath = "runs/nanochat"
-    """A new folder for metrics.jsonl: a line for each evaluated step."""
+    """A new folder for metrics.jsonl, a line for each evaluated step, and summary.json, its last line with what was
+    used."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of torch: nanochat computes in bfloat16 on a GPU, in float32 on a CPU. Our part, which reads the text, is
     always on the CPU."""
@@ -293,7 +294,9 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
                 line = evaluated(step)
             if step < config.steps:
                 trainer.step(step, batch)
-    return line | {"tokens_per_second": int(line["tokens"] / line["seconds"])} | trainer.facts()
+    result = line | {"tokens_per_second": int(line["tokens"] / line["seconds"])} | trainer.facts()
+    write_whole(metrics.with_name("summary.json"), json.dumps(result, indent=2))
+    return result
 
 
 def main() -> int:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bench import compare
+from bench import compare, recipes
 from bench.compare import holm
+from bench.nanochat import Arguments
 from options.command_line import parse
 from system.errors import Exit, UserError
 from tests.commands import CONFIG, write_folder
@@ -68,11 +69,11 @@ def test_with_equal_seconds_a_slower_recipe_takes_fewer_steps_and_the_times_are_
         (Path(config.run_dir) / "summary.json").write_text(json.dumps({"val_bpb": 1.0 + config.seed}))
         return SimpleNamespace(returncode=0)
 
-    def step_seconds(configs: list) -> list[float]:
-        timed.append([config.model.width for config in configs])
+    def step_seconds(timed_recipes: list) -> list[float]:
+        timed.append([recipe.config.model.width for recipe in timed_recipes])
         return [0.5, 0.625]
 
-    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
+    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
     monkeypatch.setattr(compare, "step_seconds", step_seconds)
     words = ("tiny.py", WIDER, "--seeds=2", "--out=compared", "--equal=seconds")
     assert run(monkeypatch, *words) == run(monkeypatch, *words) == Exit.COMPLETE
@@ -80,15 +81,15 @@ def test_with_equal_seconds_a_slower_recipe_takes_fewer_steps_and_the_times_are_
 
 
 @pytest.mark.parametrize(
-    ("recipes", "reason"),
+    ("texts", "reason"),
     [
         (("tiny.py", f"{WIDER} --steps=9"), "--equal=seconds chooses its steps"),
         (("tiny.py --batch.rows_per_device=auto", WIDER), "times a step, which needs --batch.rows_per_device=ROWS"),
     ],
 )
-def test_recipes_whose_seconds_cannot_be_made_equal_are_refused(folder, monkeypatch, recipes, reason):
+def test_recipes_whose_seconds_cannot_be_made_equal_are_refused(folder, monkeypatch, texts, reason):
     with pytest.raises(UserError, match=reason):
-        run(monkeypatch, *recipes, "--equal=seconds")
+        run(monkeypatch, *texts, "--equal=seconds")
     assert not (folder / "runs").exists()
 
 
@@ -96,21 +97,22 @@ def test_steps_are_timed_in_turn_and_the_median_counts(folder, monkeypatch):
     """The first steps and one slow step do not count. A clock stands in for the processor's."""
     now, order = [0.0], []
 
-    def steps_taken(config) -> Iterator[None]:
+    def steps_taken(recipe) -> Iterator[None]:
+        width = recipe.config.model.width
         for number in count():
-            order.append(config.model.width)
-            now[0] += 9 if number in (0, 5) else config.model.width
+            order.append(width)
+            now[0] += 9 if number in (0, 5) else width
             yield
 
     monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: now[0]))
     monkeypatch.setattr(compare, "steps_taken", steps_taken)
-    configs = [parse("", argv=[f"--config={words}", *more])[0] for words, *more in (["tiny.py"], WIDER.split())]
-    assert compare.step_seconds(configs) == [32, 64]
+    timed = [recipes.read_recipe(text, folder) for text in ("tiny.py", WIDER)]
+    assert compare.step_seconds(timed) == [32, 64]
     assert order == [32, 64] * (compare.WARMUP_STEPS + compare.TIMED_STEPS)
 
 
 def test_a_step_of_a_recipe_is_one_of_its_train_step(folder):
-    steps = compare.steps_taken(parse("", argv=["--config=tiny.py"])[0])
+    steps = recipes.steps_taken(recipes.read_recipe("tiny.py", folder))
     assert next(steps) is next(steps) is None
 
 
@@ -130,12 +132,49 @@ def test_runs_are_paired_by_seed_and_made_once(folder, monkeypatch, capsys):
         (Path(config.run_dir) / "summary.json").write_text(json.dumps({"val_bpb": bits}))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
+    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
     words = ("tiny.py", WIDER, "--seeds=2", "--out=compared")
     assert run(monkeypatch, *words) == run(monkeypatch, *words) == Exit.COMPLETE
-    assert started == [(compare.ROOT / "train.py", seed, width) for seed in (0, 1) for width in (32, 64)]
+    assert started == [(str(recipes.ROOT / "train.py"), seed, width) for seed in (0, 1) for width in (32, 64)]
     result = json.loads((folder / "compared" / "compare.json").read_text())
     (of,) = result["comparisons"]
     assert of["by_seed"] == pytest.approx([32, 32.32]) and of["recipe"] == WIDER
     table = (folder / "compared" / "compare.md").read_text()
     assert f"| `{WIDER}` | {of['difference']:+.4f} [" in table and capsys.readouterr().out.count(table) == 2
+
+
+def test_nanochat_s_own_loop_is_a_recipe_that_begins_again_after_an_interruption(folder, monkeypatch):
+    """A stand-in for bench.nanochat takes the words that it would get, and is killed at its first start."""
+    started = []
+
+    def trained(command: list, **_) -> SimpleNamespace:
+        is_nanochat = command[1:3] == ["-m", "bench.nanochat"]
+        if is_nanochat:
+            config, arguments = parse("", Arguments, argv=command[3:])
+            out = Path(arguments.out)
+        else:
+            config, _ = parse("", argv=command[2:])
+            out = Path(config.run_dir)
+        started.append((is_nanochat, config.seed, config.steps, (out / "metrics.jsonl").exists()))
+        out.mkdir(parents=True)
+        if len(started) == 2:
+            (out / "metrics.jsonl").touch()
+            return SimpleNamespace(returncode=137)
+        (out / "summary.json").write_text(json.dumps({"val_bpb": 2.0 + config.seed / 10 + is_nanochat}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=trained, STDOUT=None))
+    words = ("tiny.py", "nanochat tiny.py --rate_factor=11.3", "--seeds=2", "--out=compared")
+    with pytest.raises(SystemExit, match="137"):
+        run(monkeypatch, *words)
+    assert run(monkeypatch, *words) == Exit.COMPLETE
+    ours, theirs = [(False, seed, 10, False) for seed in (0, 1)], [(True, seed, 10, False) for seed in (0, 1)]
+    assert started == [ours[0], theirs[0], theirs[0], ours[1], theirs[1]]
+    (of,) = json.loads((folder / "compared" / "compare.json").read_text())["comparisons"]
+    assert of["recipe"] == "nanochat tiny.py --rate_factor=11.3" and of["by_seed"] == pytest.approx([1, 1])
+
+
+def test_a_wrong_option_of_nanochat_s_loop_is_refused_before_any_run(folder, monkeypatch):
+    with pytest.raises(UserError, match="rate_factr"):
+        run(monkeypatch, "tiny.py", "nanochat tiny.py --rate_factr=2")
+    assert not (folder / "runs").exists()
