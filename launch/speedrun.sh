@@ -5,7 +5,7 @@
 #   DEPTH=20                    nanochat's network of this depth
 #   HOURS=4                     the deepest that trains within 4 hours on this machine (tools/depth.py)
 #   DOLLARS=100 PRICE=3         the deepest that trains for 100 dollars, at 3 dollars a device and hour
-#   TINY=1                      configs/small.py on text of this machine: some ten minutes on two idle cores
+#   TINY=1                      configs/small.py on text of this machine: ten minutes on two idle cores
 # and, if you like,
 #   REINFORCE=1                 also improve the answers by reinforcement; TINY=1 always does
 #   PRICE=3                     show dollars on the card
