@@ -94,7 +94,7 @@ def steps_taken(recipe: Recipe) -> Iterator[None]:
     if recipe.options_of_nanochat:
         trainer = nanochat.Trainer(recipe.config, recipe.options_of_nanochat)
         for step in count():
-            trainer.step(step, batch)
+            trainer.step(step, dict(batch))
             trainer.wait()
             yield
     state = built.create_state()
