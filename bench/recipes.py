@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
         """Return a digest of options, code and versions."""
         own = ("name", "run_dir", "seed")
         every = sorted((name, value) for name, value in options(self.config).items() if name not in own)
-        facts = (code_digest(), every, versions(), *filter(None, [self.options_of_nanochat]))
+        facts = code_digest(), every, versions(), self.options_of_nanochat
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
     def run_dir(self, seed: int) -> Path:
