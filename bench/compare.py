@@ -29,7 +29,7 @@ import tyro
 from msgspec import Meta
 from scipy.special import stdtr, stdtrit  # JAX depends on SciPy
 
-from bench.recipes import Recipe, read_recipe, steps_taken, train
+from bench.recipes import Recipe, make_step, read_recipe, train
 from bench.throughput import WARMUP_STEPS
 from options.command_line import parse_arguments
 from options.schema import FilePath
@@ -130,12 +130,12 @@ def step_seconds(recipes: list[Recipe]) -> list[float]:
     """Return the seconds that a step of each recipe takes: the median over steps in turn, of processor time on a CPU,
     which others may share, and else on the clock."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    courses = [steps_taken(recipe) for recipe in recipes]
+    steps = [make_step(recipe) for recipe in recipes]
     seconds: list[list[float]] = [[] for _ in recipes]
     for number in range(WARMUP_STEPS + TIMED_STEPS):
-        for course, own in zip(courses, seconds):
+        for step, own in zip(steps, seconds):
             started = clock()
-            next(course)
+            step(number)
             if number >= WARMUP_STEPS:
                 own.append(clock() - started)
     return [statistics.median(own) for own in seconds]

@@ -7,8 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,21 +86,26 @@ def read_recipe(text: str, out: Path, own: tuple[str, ...] = ()) -> Recipe:
     return Recipe(text, config, out, tuple(of_command), arguments)
 
 
-def steps_taken(recipe: Recipe) -> Iterator[None]:
-    """Take a step on random tokens at each `next`."""
+def make_step(recipe: Recipe) -> Callable[[int], None]:
+    """Return a function that takes a step of a recipe, with its number, on random tokens, and returns after it."""
     built = build(recipe.config)
     batch = random_batch(built)
     if recipe.options_of_nanochat:
         trainer = nanochat.Trainer(recipe.config, recipe.options_of_nanochat)
-        for step in count():
-            trainer.step(step, dict(batch))
+
+        def step_of_nanochat(number: int) -> None:
+            trainer.step(number, dict(batch))
             trainer.wait()
-            yield
+
+        return step_of_nanochat
     state = built.create_state()
     compiled = built.train_step.lower(state, batch).compile()
-    while True:
+
+    def step_of_ours(_: int) -> None:
+        nonlocal state
         state, _ = jax.block_until_ready(compiled(state, batch))
-        yield
+
+    return step_of_ours
 
 
 def train(recipe: Recipe, seed: int) -> float:

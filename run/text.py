@@ -56,10 +56,10 @@ def open_text_of_run(config: Config, folder: RunFolder) -> tuple[Build, Text]:
     check_hosts_agree("their text", text.fingerprint)
     if not config.steps:
         config = replace(config, steps=text.steps(config.epochs, micro_batches * rows))
+        validate(config)
         if config.steps < FEW_STEPS:
             few = f"--epochs={config.epochs:g} of this text is only {config.steps} step(s)"
             LOGGER.info(f"{few}, in which a network learns little: give more --epochs")
-        validate(config)
         built = build(config)
     if text.too_long:
         LOGGER.info(text.too_long)

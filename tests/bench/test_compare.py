@@ -1,8 +1,7 @@
 """Test comparisons of recipes: refusals, the statistics, and the command on two tiny recipes."""
 
 import json
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,23 +96,32 @@ def test_steps_are_timed_in_turn_and_the_median_counts(folder, monkeypatch):
     """The first steps and one slow step do not count. A clock stands in for the processor's."""
     now, order = [0.0], []
 
-    def steps_taken(recipe) -> Iterator[None]:
+    def make_step(recipe) -> Callable[[int], None]:
         width = recipe.config.model.width
-        for number in count():
+
+        def step(number: int) -> None:
             order.append(width)
             now[0] += 9 if number in (0, 5) else width
-            yield
+
+        return step
 
     monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: now[0]))
-    monkeypatch.setattr(compare, "steps_taken", steps_taken)
+    monkeypatch.setattr(compare, "make_step", make_step)
     timed = [recipes.read_recipe(text, folder) for text in ("tiny.py", WIDER)]
     assert compare.step_seconds(timed) == [32, 64]
     assert order == [32, 64] * (compare.WARMUP_STEPS + compare.TIMED_STEPS)
 
 
-def test_a_step_of_a_recipe_is_one_of_its_train_step(folder):
-    steps = recipes.steps_taken(recipes.read_recipe("tiny.py", folder))
-    assert next(steps) is next(steps) is None
+def test_a_recipe_takes_one_step_at_each_call(folder, monkeypatch):
+    taken = []
+    block_until_ready = recipes.jax.block_until_ready
+    monkeypatch.setattr(
+        recipes, "jax", SimpleNamespace(block_until_ready=lambda of: taken.append(of) or block_until_ready(of))
+    )
+    step = recipes.make_step(recipes.read_recipe("tiny.py", folder))
+    step(0)
+    step(1)
+    assert len(taken) == 2 and int(taken[1][0].step) == 2
 
 
 def test_holm_corrects_for_the_number_of_comparisons():
