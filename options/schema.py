@@ -164,6 +164,9 @@ class ScheduleConfig:
     """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak."""
     warmdown: Share = 0.65
     """Share of the run's steps in which the rate falls (`warmup_constant_warmdown`)."""
+    matrices_warmdown: Share = 0.0
+    """The same for the matrices of the blocks: for their rate, and for Muon's momentum. They gain from a longer fall
+    than the other groups (modded-nanogpt #292). 0: as `warmdown`."""
     final: InFile[Share] = 0.05
     """Final factor of the falling schedules."""
 

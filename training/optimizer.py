@@ -139,6 +139,8 @@ def make_optimizer(
         course = config.schedule
         if isinstance(options, X0LambdasConfig):
             course = dataclasses.replace(course, warmup_steps=max(options.warmup_steps, course.warmup_steps))
+        if name == "matrices" and course.matrices_warmdown:
+            course = dataclasses.replace(course, warmdown=course.matrices_warmdown)
         schedule = make_schedule(course, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):

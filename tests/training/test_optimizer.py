@@ -68,6 +68,29 @@ def test_a_factor_and_a_warmup_hold_for_every_group(kind):
     assert float(later["lm_head"](3)) == float(rates["lm_head"](3))
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_matrices_fall_over_a_share_of_their_own(kind):
+    """Rate and momentum: an update of the matrices is that of a run in which all groups fall over this share."""
+
+    def updates(schedule: ScheduleConfig) -> dict:
+        config = OptimizerConfig(matrices=replace(OptimizerConfig().matrices, kind=kind), schedule=schedule)
+        optimizer, _ = make_optimizer(config, sharded(TINY), 100)
+        params, step = random_tree(0), jnp.array(55)
+        state = optimizer.init(params)
+        _, state = optimizer.update(random_tree(1), state, params, step=step)
+        return optimizer.update(random_tree(2), state, params, step=step + 1)[0]
+
+    both = updates(ScheduleConfig(warmdown=0.4, matrices_warmdown=0.8))
+    equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
+    of_matrices = updates(ScheduleConfig(warmdown=0.8))
+    of_others = updates(ScheduleConfig(warmdown=0.4))
+    equal(both["blocks"], of_matrices["blocks"])
+    equal(both["lm_head"], of_others["lm_head"])
+    for group in ("blocks", "lm_head"):
+        with pytest.raises(AssertionError):
+            equal(of_matrices[group], of_others[group])
+
+
 def test_moments_stay_unbiased_if_beta2_changes():
     """After any number of updates by one gradient, Adam's direction has size 1."""
     gradient = jnp.asarray([0.5, -2.0, 3.0])
