@@ -97,3 +97,26 @@ def test_the_difference_from_nanochat_follows_from_the_raw_figures(text, label):
     rows = table_of("## Against nanochat's own code")
     shown = next(cells for row, cells in rows.items() if row.startswith(label))[-1]
     assert shown == f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
+
+
+def candidates(text: str) -> dict[str, dict[int, float]]:
+    """Return the bits per byte by seed of each newer candidate of size A, by its name."""
+    log = (ROOT / "bench/LOG.md").read_text()
+    rows = re.findall(rf"^\| A \| {text} \| (.*?) \| (\d: .*) \|$", log, re.MULTILINE)
+    pairs = {run: [pair.split(": ") for pair in figures.split(", ")] for run, figures in rows}
+    return {run: {int(seed): float(bits) for seed, bits in of} for run, of in pairs.items()}
+
+
+@pytest.mark.parametrize("text, column", [("standard library", 0), ("Django", 1)])
+def test_every_candidate_is_shown_as_its_runs_say(text, column):
+    """With its interval if it has two pairs or more."""
+    runs = candidates(text)
+    ours = runs.pop(f"`{SMALL}`")
+    seeds = {run: sorted(bits.keys() & ours.keys()) for run, bits in runs.items()}
+    several = [run for run in runs if len(seeds[run]) > 1]
+    paired = lambda bits, run: [bits[seed] for seed in seeds[run]]
+    compared = [compare(run, SMALL, paired(runs[run], run), paired(ours, run)) for run in several]
+    corrected = holm([of.p for of in compared])
+    expected = {run: f"{runs[run][seeds[run][0]] - ours[seeds[run][0]]:+.4f}" for run in runs}
+    expected |= {of.recipe: f"{as_cell(of, p)} ({len(of.by_seed)})" for of, p in zip(compared, corrected)}
+    assert {run: cells[column] for run, cells in table_of("## Newer candidates").items()} == expected
