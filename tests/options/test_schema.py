@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from options.schema import Config, Role, hints, options, roles, with_options
-from options.validation import resolved, validate
+from options.validation import check_types, resolved, validate
 from system.errors import UserError
 from tests.helpers import tiny_config
 from training.build import build
@@ -89,8 +89,8 @@ def test_validate_refuses_by_message_alone_and_what_it_accepts_builds(data):
         kind = fitting(hints()[name])
         config = with_options(config, {name: data.draw(ANY | kind | kind, label=name)})
     try:
+        config = resolved(check_types(config))  # as parse does
         validate(config)
-        config = resolved(config)
         build(config, jax.devices()[:1])
     except UserError as error:
         assert str(error).startswith("--")
