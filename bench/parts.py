@@ -166,11 +166,8 @@ def main() -> int:
     total = seconds.total()
     shares = []
     for part in (*PARTS, UNKNOWN):
-        own = {
-            name: seconds[Operation(part, is_product)] / total
-            for name, is_product in (("products", True), ("other", False))
-        }
-        shares.append({"part": part, **own})
+        products, other = seconds[Operation(part, True)], seconds[Operation(part, False)]
+        shares.append({"part": part, "products": products / total, "other": other / total})
     out = Path(arguments.out)
     result = {"config": config.name, "dtype": built.dtype.name, "jax": jax.__version__, "shares": shares}
     out.mkdir(parents=True, exist_ok=True)
