@@ -165,8 +165,8 @@ class ScheduleConfig:
     warmdown: Share = 0.65
     """Share of the run's steps in which the rate falls (`warmup_constant_warmdown`)."""
     matrices_warmdown: Share = 0.0
-    """The same for the matrices of the blocks: for their rate, and for Muon's momentum. They gain from a longer fall
-    than the other groups (modded-nanogpt #292). 0: as `warmdown`."""
+    """The same for the matrices of the blocks: for their rate, and for Muon's momentum. Some texts gain if they fall
+    for longer than the other groups (modded-nanogpt #292; docs/recipe.md). 0: as `warmdown`."""
     final: InFile[Share] = 0.05
     """Final factor of the falling schedules."""
 

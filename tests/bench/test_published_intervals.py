@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.compare import LEVEL, Comparison, compare, holm
 
 ROOT = Path(__file__).parents[2]
+TEXTS = [("standard library", "Python's standard library"), ("Django", "Django's documentation")]
 RAW = re.compile(r"\| (standard library|Django) \| (.*?) \| ([\d.]+) ([\d.]+) ([\d.]+) \|")
 SMALL, PLAIN = "configs/small.py", "configs/plain.py"
 NANOCHAT = "bench.nanochat --config=configs/small.py --device=cuda"
@@ -90,33 +92,49 @@ def test_the_correction_of_optimizers_and_schedules_counts_all_that_were_tried()
     assert len(tried) == 20 and table_of("**Optimizers and schedules**") == expected
 
 
-@pytest.mark.parametrize("text, label", [("standard library", "Python's standard library"), ("Django", "Django's")])
-def test_the_difference_from_nanochat_follows_from_the_raw_figures(text, label):
-    raw = raw_figures()
-    of = compare(SMALL, NANOCHAT, raw[text, SMALL], raw[text, NANOCHAT])
-    rows = table_of("## Against nanochat's own code")
-    shown = next(cells for row, cells in rows.items() if row.startswith(label))[-1]
-    assert shown == f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
-
-
-def candidates(text: str) -> dict[str, dict[int, float]]:
-    """Return the bits per byte by seed of each newer candidate of size A, by its name."""
+def by_seed(size: str, text: str) -> dict[str, dict[int, float]]:
+    """Return the bits per byte by seed of each run of bench/LOG.md's newer tables, by its name."""
     log = (ROOT / "bench/LOG.md").read_text()
-    rows = re.findall(rf"^\| A \| {text} \| (.*?) \| (\d: .*) \|$", log, re.MULTILINE)
+    rows = re.findall(rf"^\| {size} \| {text} \| (.*?) \| (\d: .*) \|$", log, re.MULTILINE)
     pairs = {run: [pair.split(": ") for pair in figures.split(", ")] for run, figures in rows}
     return {run: {int(seed): float(bits) for seed, bits in of} for run, of in pairs.items()}
 
 
+def compared_by_seed(run: str, theirs: dict[int, float], ours: dict[int, float]) -> Comparison:
+    """Compare the runs of the seeds that both have."""
+    seeds = sorted(theirs.keys() & ours.keys())
+    return compare(run, SMALL, [theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
+
+
 @pytest.mark.parametrize("text, column", [("standard library", 0), ("Django", 1)])
-def test_every_candidate_is_shown_as_its_runs_say(text, column):
+@pytest.mark.parametrize("size, heading", [("A", "## Newer candidates"), ("small", "**At `small.py`'s own size")])
+def test_every_candidate_is_shown_as_its_runs_say(size, heading, text, column):
     """With its interval if it has two pairs or more."""
-    runs = candidates(text)
+    runs = by_seed(size, text)
     ours = runs.pop(f"`{SMALL}`")
-    seeds = {run: sorted(bits.keys() & ours.keys()) for run, bits in runs.items()}
-    several = [run for run in runs if len(seeds[run]) > 1]
-    paired = lambda bits, run: [bits[seed] for seed in seeds[run]]
-    compared = [compare(run, SMALL, paired(runs[run], run), paired(ours, run)) for run in several]
+    single = {run: bits for run, bits in runs.items() if len(bits) == 1}
+    compared = [compared_by_seed(run, bits, ours) for run, bits in runs.items() if run not in single]
+    expected = {run: f"{bits[seed] - ours[seed]:+.4f}" for run, bits in single.items() for seed in bits}
     corrected = holm([of.p for of in compared])
-    expected = {run: f"{runs[run][seeds[run][0]] - ours[seeds[run][0]]:+.4f}" for run in runs}
     expected |= {of.recipe: f"{as_cell(of, p)} ({len(of.by_seed)})" for of, p in zip(compared, corrected)}
-    assert {run: cells[column] for run, cells in table_of("## Newer candidates").items()} == expected
+    assert {run: cells[column] for run, cells in table_of(heading).items()} == expected
+
+
+@pytest.mark.parametrize("equal", ["tokens", "seconds"])
+@pytest.mark.parametrize("text, label", TEXTS)
+def test_the_difference_from_nanochat_follows_from_the_raw_figures(text, label, equal):
+    ours, theirs = by_seed("small", text)[f"`{SMALL}`"], by_seed("nanochat", text)[f"equal {equal}"]
+    of = compared_by_seed(SMALL, ours, theirs)
+    mean_of_theirs, mean_of_ours = np.mean([*theirs.values()]), np.mean([*ours.values()])
+    fewer = f"{-of.difference / mean_of_theirs:.1%}"
+    difference = f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
+    shown = table_of("## Against nanochat's own code")[f"{label}, equal {equal}"]
+    assert len(of.by_seed) == 5 and shown == [f"{mean_of_theirs:.4f}", f"{mean_of_ours:.4f}", difference, fewer]
+
+
+@pytest.mark.parametrize("text, label", TEXTS)
+def test_the_difference_from_nanochat_with_its_rule_follows_from_the_raw_figures(text, label):
+    raw = raw_figures()
+    of = compare(SMALL, NANOCHAT, raw[text, SMALL], raw[text, NANOCHAT])
+    shown = table_of("**With its rule**")[label][-1]
+    assert shown == f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
