@@ -2,10 +2,15 @@
 
 import ctypes
 import gc
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from options.schema import CheckpointConfig
+from tests.repository import ROOT
 from tests.run.checkpoints import FACTS, opened, state_on
 
 
@@ -32,10 +37,18 @@ class Mallinfo2(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 
@@ -47,16 +60,27 @@ def bytes_in_use() -> int:
     return heap.uordblks + heap.hblkhd
 
 
-@pytest.mark.slow
-def test_saves_leave_no_memory_behind(tmp_path):
-    """What is kept of each save would grow in every fifty; what is kept once, in one."""
+def bytes_a_save(folder: str) -> list[float]:
+    """Return the bytes that stay in use after a save, for each of four times fifty saves."""
     grown = []
-    with opened(tmp_path, CheckpointConfig(keep=2)) as checkpoints:
+    with opened(folder, CheckpointConfig(keep=2)) as checkpoints:
         for first in (1, 51, 101, 151):
             gc.collect()
             before = bytes_in_use()
             save(checkpoints, first, first + 49)
             gc.collect()
             grown.append((bytes_in_use() - before) / 50)
-    print(f"bytes a save: {grown}")
-    assert min(grown) < 10_000  # 300 to 6,000 were seen; a copy of the state is 479,264
+    return grown
+
+
+@pytest.mark.slow
+def test_saves_leave_no_memory_behind(tmp_path):
+    """What is kept of each save would grow in every fifty; what is kept once, in one. With PYTHONMALLOC=malloc, which
+    needs its own process, the heap has Python's objects, too."""
+    code = f"from tests.run import test_saving_memory; print(test_saving_memory.bytes_a_save({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    print(f"bytes a save: {done.stdout}")
+    # TensorStore never frees 20,000 of its specs. With its metrics, which it does not free either, it was 63,000.
+    assert min(json.loads(done.stdout)) < 40_000
