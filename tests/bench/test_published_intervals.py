@@ -58,7 +58,7 @@ def table_of(heading: str) -> dict[str, list[str]]:
 
 
 def as_cell(of: Comparison, corrected: float) -> str:
-    """Return a comparison as the page shows it."""
+    """Return a comparison as the page shows it: bold where the corrected p is significant."""
     bold = "**" if corrected <= LEVEL else ""
     return f"{bold}{of.difference:+.4f}{bold} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
 
@@ -127,7 +127,7 @@ def test_the_difference_from_nanochat_follows_from_the_raw_figures(text, label, 
     of = compared_by_seed(SMALL, ours, theirs)
     mean_of_theirs, mean_of_ours = np.mean([*theirs.values()]), np.mean([*ours.values()])
     fewer = f"{-of.difference / mean_of_theirs:.1%}"
-    difference = f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
+    difference = as_cell(of, corrected=1.0)
     shown = table_of("## Against nanochat's own code")[f"{label}, equal {equal}"]
     assert len(of.by_seed) == 5 and shown == [f"{mean_of_theirs:.4f}", f"{mean_of_ours:.4f}", difference, fewer]
 
@@ -137,4 +137,4 @@ def test_the_difference_from_nanochat_with_its_rule_follows_from_the_raw_figures
     raw = raw_figures()
     of = compare(SMALL, NANOCHAT, raw[text, SMALL], raw[text, NANOCHAT])
     shown = table_of("**With its rule**")[label][-1]
-    assert shown == f"{of.difference:+.4f} [{of.interval[0]:+.4f}, {of.interval[1]:+.4f}]"
+    assert shown == as_cell(of, corrected=1.0)
